@@ -1,0 +1,64 @@
+"""What holds memory for a transfer: reservations, leases and credits.
+
+A *reservation* is destination memory promised to one transfer and frozen while it lives; a *lease* keeps blocks from being
+freed or preempted; a *credit* is the coordinator's book entry for capacity it has promised (C2.4: not a measurement).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.identity import TransferId, WireTransferId
+
+#: One block table per plane: block ids, in token order.
+Tables = tuple[npt.NDArray[np.int64], ...]
+
+
+class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Destination memory of one transfer, frozen while a remote write may reference it (C2.2).
+
+    ``tables[plane]`` holds the block ids for the whole prompt; ``valid`` is the number of leading tokens that the
+    destination holds already and that nobody sends (C3.3); ``final_slot`` is where the final payload goes.
+    Being able to construct one is a promise that its memory is locally quiet (C2.7).
+    """
+
+    transfer: WireTransferId
+    tables: tuple[tuple[int, ...], ...]
+    valid: int
+    final_slot: int
+
+    def arrays(self) -> Tables:
+        """The tables as numpy arrays, for planning."""
+        return tuple(np.asarray(table, dtype=np.int64) for table in self.tables)
+
+
+class Credit(msgspec.Struct, frozen=True):
+    """Capacity promised to one transfer on one stage: slots and blocks, returned once and together (C2.5)."""
+
+    transfer: TransferId
+    blocks: int
+    slots: int = 1
+
+
+class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stage's engine offers: what credits are made of.
+
+    ``blocks``: KV blocks over all planes' shared pool; ``compute_slots``: requests computed at once; ``transfer_slots``:
+    transfers alive at once (final payload slots); ``block_tokens``: tokens per block; ``max_tokens``: the longest sequence.
+    """
+
+    blocks: int
+    compute_slots: int
+    transfer_slots: int
+    block_tokens: int
+    max_tokens: int
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def to_builtins(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
