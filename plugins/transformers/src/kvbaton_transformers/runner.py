@@ -1,0 +1,157 @@
+"""One forward over a ragged batch of requests, and the logits of what it leaves.
+
+The two halves are apart because they run on different stages: P computes hidden states and sends the last one; D turns it into
+logits and samples (A2).
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvbaton_transformers.looped import Layout, LoopedModel
+from kvbaton_transformers.paged import PagedCache, PagedKV, RowIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's part of a forward: a prefill chunk, or the single token of a decode step.
+
+    ``tokens``: new token ids, at least one, at positions ``start``, ``start + 1``, ...; the KV of ``[0, start)`` is valid in the
+    cache already.  ``tables[plane]``: block ids that cover ``start + len(tokens)`` tokens; the blocks that get the new tokens
+    belong to this row alone.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    tables: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """What a forward leaves.
+
+    ``hidden``: ``[rows, hidden]``, for each row that of its last token after the final norm and before the output head: the
+    final payload.  ``exit_depths[row][i]``: how many passes over the decoder stack its i-th new token took (1 in an ordinary
+    model).
+    """
+
+    hidden: torch.Tensor
+    exit_depths: tuple[tuple[int, ...], ...]
+
+
+class Batching(enum.Enum):
+    """Which rows share a pass through the model.
+
+    ``GROUPED``: all single-token rows together, each longer row alone.  ``ISOLATED``: every row alone, so that its bits do not
+    depend on what else is in the batch: for exact agreement (A1) under concurrency, where GROUPED may differ in roundings (A3).
+    """
+
+    GROUPED = "grouped"
+    ISOLATED = "isolated"
+
+
+class Runner:
+    """Runs ``model`` over the cache ``storage``.
+
+    Deterministic: equal rows over equal cache bytes give equal bits.  Threading: one thread, that of the engine.  Work on a
+    GPU is queued on the current stream; nothing waits for it, except that a looped model reads its exits after every pass.
+    """
+
+    def __init__(self, model: PreTrainedModel | LoopedModel, storage: PagedKV, batching: Batching = Batching.GROUPED) -> None:
+        self.model, self.storage, self.batching = model, storage, batching
+        decoder = model.decoder if isinstance(model, LoopedModel) else model
+        self._base = decoder.base_model
+        self._tail = _logits_tail(decoder)
+
+    @property
+    def planes(self) -> int:
+        """How many block tables a row has."""
+        return self.storage.spec.planes
+
+    @property
+    def chunk_invariant(self) -> bool:
+        """Whether results are independent of how a prompt is cut into chunks.
+
+        False for a SHARED looped model: its prompts go in one piece and share no prefixes (C3.7).
+        """
+        return not (isinstance(self.model, LoopedModel) and self.model.options.layout is Layout.SHARED)
+
+    @torch.no_grad()
+    def forward(self, rows: Sequence[Row]) -> Forward:
+        """Compute the new tokens of ``rows`` and store their KV in the rows' blocks.
+
+        Raises ``ValueError`` for a row without tokens or a table that is too short, before anything is written.
+        """
+        groups = self._groups(rows)
+        indices = [self._index([rows[i] for i in group]) for group in groups]
+        hidden: list[torch.Tensor | None] = [None] * len(rows)
+        depths: list[tuple[int, ...]] = [()] * len(rows)
+        for group, planes in zip(groups, indices, strict=True):
+            last, group_depths = self._run([rows[i] for i in group], planes)
+            for position, i in enumerate(group):
+                hidden[i], depths[i] = last[position], group_depths[position]
+        return Forward(torch.stack([h for h in hidden if h is not None]), tuple(depths))
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[rows, hidden]`` before the head -> logits ``[rows, vocabulary]``, by the model's own tail.
+
+        With :attr:`Batching.ISOLATED` each row is computed alone.
+        """
+        rows = hidden.split(1) if self.batching is Batching.ISOLATED else (hidden,)
+        return torch.cat([self._tail(inputs_embeds=part[:, None], use_cache=False).logits[:, -1] for part in rows])
+
+    def _groups(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Indices of the rows that go through the model together; all rows of a group are equally long."""
+        if not rows or not all(row.tokens for row in rows):
+            raise ValueError("a forward needs at least one row, and every row at least one token")
+        if self.batching is Batching.ISOLATED:
+            return [[i] for i in range(len(rows))]
+        single = [i for i, row in enumerate(rows) if len(row.tokens) == 1]
+        return [*([single] if single else []), *([i] for i, row in enumerate(rows) if len(row.tokens) > 1)]
+
+    def _index(self, rows: Sequence[Row]) -> list[RowIndex]:
+        spec = self.storage.spec
+        starts, new = [row.start for row in rows], len(rows[0].tokens)
+        return [
+            RowIndex([row.tables[plane] for row in rows], starts, new, spec.block_tokens, self.storage.device)
+            for plane in range(spec.planes)
+        ]
+
+    def _run(self, rows: Sequence[Row], planes: Sequence[RowIndex]) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        token_ids = torch.tensor([list(row.tokens) for row in rows], device=self.storage.device)
+        if isinstance(self.model, LoopedModel):
+            hidden, depths = self.model.run(token_ids, self.storage, planes)
+            return hidden[:, -1], [tuple(row) for row in depths.tolist()]
+        index = planes[0]
+        hidden = self._base(
+            input_ids=token_ids,
+            attention_mask=index.mask,
+            position_ids=index.positions,
+            cache=PagedCache(self.storage, 0, index),
+            use_cache=True,
+        ).last_hidden_state
+        return hidden[:, -1], [(1,) * index.new] * index.rows
+
+
+class _Received(nn.Module):
+    """Stands in for the decoder stack and returns what it is given: the hidden state that another stage computed."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _logits_tail(decoder: PreTrainedModel) -> nn.Module:
+    """``decoder`` with its base replaced, sharing every parameter: several families scale or cap after ``lm_head``."""
+    tail = copy.copy(decoder)
+    tail._modules = {**decoder._modules, decoder.base_model_prefix: _Received()}
+    return tail
