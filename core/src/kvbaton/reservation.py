@@ -47,8 +47,9 @@ class Credit(msgspec.Struct, frozen=True):
 class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stage's engine offers: what credits are made of.
 
-    ``blocks``: KV blocks over all planes' shared pool; ``compute_slots``: requests computed at once; ``transfer_slots``:
-    transfers alive at once (final payload slots); ``block_tokens``: tokens per block; ``max_tokens``: the longest sequence.
+    ``blocks``: KV blocks of the pool that all ``planes`` share; ``compute_slots``: requests computed at once;
+    ``transfer_slots``: transfers alive at once (final payload slots); ``block_tokens``: tokens per block; ``max_tokens``: the
+    longest sequence.
     """
 
     blocks: int
@@ -56,9 +57,11 @@ class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_slots: int
     block_tokens: int
     max_tokens: int
+    planes: int = 1
 
     def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
+        """Blocks that a sequence of ``tokens`` tokens takes, over all planes."""
+        return -(-tokens // self.block_tokens) * self.planes
 
     def to_builtins(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]

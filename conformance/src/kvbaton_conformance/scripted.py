@@ -1,0 +1,577 @@
+"""An engine without a model: real memory, real block tables, arithmetic in place of attention.
+
+:class:`ScriptedModel` defines, by hashing alone, what the KV bytes of a token are (a function of all tokens up to it, the
+plane and the component) and which token follows from the *bytes* of a whole cache and a final payload.  So a decode stage
+that received one wrong byte answers with other tokens, and :meth:`ScriptedModel.generate` says what the right ones are
+without any memory at all.
+
+:class:`ScriptedEngine` is a :class:`~kvbaton.engine.StageEngine` over that model: paged memory, prefix reuse, chunked
+prefill, worst-case growth budgets, device events under a test's control.  Freed blocks are poisoned, and a block that is
+handed out again with its poison disturbed is reported in :attr:`ScriptedEngine.late_writes`: the byte-level witness of C5.2.
+
+Threading: as every engine; :class:`ScriptedDevice` may be driven from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connector import DeviceEvent, MemoryRegion
+from kvbaton.engine import (
+    Admission,
+    Allocator,
+    ComputedRange,
+    FinishReason,
+    Request,
+    Role,
+    StageCallbacks,
+    StepOutput,
+)
+from kvbaton.geometry import Component, KVGeometry, Plane
+from kvbaton.identity import TransferId
+from kvbaton.reservation import Capacity, Reservation, Tables
+
+_MASK = (1 << 64) - 1
+_POISON = 0xDD
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+
+
+def _mix(x: int) -> int:
+    """splitmix64's finaliser: every input bit reaches every output bit."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def _mix_words(x: Words) -> Words:
+    """:func:`_mix` of each element; uint64 arithmetic wraps, which is what is wanted."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# -- the model -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScriptedModel:
+    """Arithmetic that stands for a model.  Two stages must share one (it is the geometry's identity)."""
+
+    seed: int = 1
+    planes: int = 1
+    #: Bytes per token of each component of a plane, e.g. K and V of every layer.
+    token_bytes: tuple[int, ...] = (16, 16, 12, 12)
+    final_bytes: int = 24
+    vocabulary: int = 50_000
+
+    def histories(self, tokens: Sequence[int]) -> Words:
+        """Per position, a hash of all tokens up to and including it.  Shape ``[len(tokens)]``."""
+        state, out = _mix(self.seed), []
+        for token in tokens:
+            state = _mix(state ^ token)
+            out.append(state)
+        return np.array(out, dtype=np.uint64)
+
+    def extend(self, history: int, token: int) -> int:
+        return _mix(history ^ token)
+
+    def kv(self, plane: int, component: int, histories: Words) -> Bytes:
+        """The bytes of one component for each position.  Shape ``[len(histories), token_bytes[component]]``."""
+        width = self.token_bytes[component]
+        salt = np.uint64(_mix((plane << 20) | component))
+        words = _mix_words((histories[:, None] ^ salt) + np.arange(-(-width // 8), dtype=np.uint64)[None, :])
+        return np.ascontiguousarray(words).view(np.uint8)[:, :width]
+
+    def final(self, history: int) -> Bytes:
+        """The final payload behind the last prompt token.  Shape ``[final_bytes]``."""
+        words = _mix_words(np.uint64(history ^ 0x5EED) + np.arange(-(-self.final_bytes // 8) or 1, dtype=np.uint64))
+        return words.view(np.uint8)[: self.final_bytes]
+
+    def digest(self, plane: int, component: int, rows: Bytes, first: int) -> int:
+        """What ``rows`` (positions ``first`` on) contribute to the state that decides the next token: every byte counts."""
+        weights = _mix_words(np.arange(rows.shape[1], dtype=np.uint64) + np.uint64((plane << 40) | (component << 24)))
+        places = _mix_words(np.arange(first, first + len(rows), dtype=np.uint64)) | np.uint64(1)
+        values = (rows.astype(np.uint64) + np.uint64(1)) * weights[None, :]
+        return int((values.sum(axis=1, dtype=np.uint64) * places).sum(dtype=np.uint64))
+
+    def choose(self, digest: int, final: Bytes, seed: int) -> tuple[int, int]:
+        """The next token id and its exit depth, from everything the cache holds."""
+        state = _mix(digest ^ int.from_bytes(final.tobytes()[:8], "little") ^ _mix(seed) ^ _mix(int(final.sum())))
+        return state % self.vocabulary, 1 + (state >> 40) % self.planes
+
+    def generate(self, request: Request) -> tuple[tuple[int, ...], tuple[int, ...], FinishReason]:
+        """What an undisaggregated run answers: token ids, exit depths, finish reason."""
+        histories = self.histories(request.prompt)
+        state, final = int(histories[-1]), self.final(int(histories[-1]))
+        digest = self._contribution(histories, 0)
+        position, tokens, depths = len(histories), [], []
+        while True:
+            token, depth = self.choose(digest, final, request.sampling.seed)
+            tokens.append(token)
+            depths.append(depth)
+            reason = finish_reason(request, tokens)
+            if reason is not None:
+                return tuple(tokens), tuple(depths), reason
+            state = self.extend(state, token)
+            digest = (digest + self._contribution(np.array([state], dtype=np.uint64), position)) & _MASK
+            position += 1
+
+    def _contribution(self, histories: Words, first: int) -> int:
+        total = 0
+        for plane in range(self.planes):
+            for component in range(len(self.token_bytes)):
+                total += self.digest(plane, component, self.kv(plane, component, histories), first)
+        return total & _MASK
+
+
+def finish_reason(request: Request, tokens: Sequence[int]) -> FinishReason | None:
+    """Whether ``tokens`` end the request."""
+    if tokens[-1] in request.sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= request.sampling.max_tokens else None
+
+
+# -- the device ------------------------------------------------------------------------------------------------------------
+
+
+class ScriptedDevice:
+    """Device work under a test's control: events complete in order, when told to.
+
+    ``automatic``: work is done as soon as it is launched, and no events are made.
+    """
+
+    def __init__(self, automatic: bool = True) -> None:
+        self._lock = threading.Lock()
+        self._pending: deque[_Event] = deque()
+        self.automatic = automatic
+
+    def event(self) -> DeviceEvent | None:
+        """An event behind everything launched so far."""
+        if self.automatic:
+            return None
+        event = _Event()
+        with self._lock:
+            self._pending.append(event)
+        return event
+
+    def pending(self) -> int:
+        return len(self._pending)
+
+    def complete(self, count: int | None = None) -> None:
+        """Let the oldest ``count`` events (default: all) complete."""
+        with self._lock:
+            for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
+                self._pending.popleft().done = True
+
+
+@dataclass(eq=False)
+class _Event:
+    done: bool = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+# -- the engine ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScriptedLayout:
+    """How much memory a :class:`ScriptedEngine` has and how it lies; may differ between two stages of one model."""
+
+    blocks: int = 64
+    block_tokens: int = 4
+    #: Unused bytes between blocks, so that strides differ and strays are seen.
+    gap: int = 0
+    final_slots: int = 8
+    compute_slots: int = 4
+    max_tokens: int = 4096
+
+
+@dataclass(eq=False)
+class _Sequence:
+    admission: Admission
+    tables: list[list[int]]
+    slot: int
+    histories: Words
+    shared: int = 0  # leading tokens in blocks that others may hold too: never written
+    valid: int = 0  # tokens whose KV is in our memory
+    reported: int = 0
+    budget: int = 0  # blocks promised for growth and not yet taken
+    suspended: bool = False
+    active: bool = False
+    computed: bool = False
+    tokens: list[int] = field(default_factory=list)
+    history: int = 0
+    digest: int = 0
+    final: Bytes = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+
+class ScriptedEngine:
+    """A stage engine over a :class:`ScriptedModel`.  ``chunk`` is the number of prompt tokens computed per step and request.
+
+    Faults on demand: a transfer in :attr:`fail_compute` (P), :attr:`fail_import` or :attr:`fail_decode` (D) fails there;
+    :attr:`refuse` answers a reservation by refusing it.
+    """
+
+    def __init__(
+        self, role: Role, model: ScriptedModel | None = None, layout: ScriptedLayout | None = None, *, chunk: int = 8,
+        device: ScriptedDevice | None = None, prefix_caching: bool = True,
+    ) -> None:  # fmt: skip
+        self.role = role
+        self.model = model or ScriptedModel()
+        self.layout = layout or ScriptedLayout()
+        self.chunk = chunk
+        self.device = device or ScriptedDevice()
+        self.prefix_caching = prefix_caching
+        self.fail_compute: set[TransferId] = set()
+        self.fail_import: set[TransferId] = set()
+        self.fail_decode: set[TransferId] = set()
+        self.refuse: Callable[[Admission], str | None] = lambda admission: None
+        #: Blocks whose poison was disturbed between free and reuse: (block, first changed byte).
+        self.late_writes: list[tuple[int, int]] = []
+        #: How many tokens this engine chose (A2: none on P).
+        self.sampled = 0
+        self._callbacks: StageCallbacks | None = None
+        m, s = self.model, self.layout
+        self._used_bytes = sum(m.token_bytes) * s.block_tokens
+        self._stride = self._used_bytes + s.gap
+        bases = np.concatenate(([0], np.cumsum(m.token_bytes)[:-1])) * s.block_tokens
+        components = tuple(
+            Component(region=0, base=int(base), block_stride=self._stride, token_bytes=width, dtype="uint8")
+            for base, width in zip(bases, m.token_bytes, strict=True)
+        )
+        self._bases = [int(base) for base in bases]
+        self.geometry = KVGeometry(
+            identity={"model": f"scripted-{m.seed}", "vocabulary": str(m.vocabulary)},
+            block_tokens=s.block_tokens,
+            planes=tuple(Plane(name=f"depth{p}", components=components, blocks=s.blocks) for p in range(m.planes)),
+            final_bytes=m.final_bytes, final_region=1, final_base=0, final_stride=max(m.final_bytes, 1),
+            final_slots=s.final_slots,
+        )  # fmt: skip
+        self._memory: Bytes = np.zeros(0, np.uint8)
+        self._finals: Bytes = np.zeros(0, np.uint8)
+        self._free: deque[int] = deque(range(s.blocks))
+        self._owners: dict[int, int] = {}  # block -> number of sequences that hold it
+        self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # prefix hash -> one block per plane, oldest first
+        self._cached_blocks: dict[int, int] = {}  # block -> prefix hash
+        self._promised = 0  # blocks of growth budgets not yet taken
+        self._free_slots = list(range(s.final_slots))
+        self._sequences: dict[TransferId, _Sequence] = {}
+        self._queue: deque[TransferId] = deque()
+
+    # -- StageEngine: set-up ------------------------------------------------------------------------------------------------
+
+    def regions(self, allocate: Allocator | None) -> Sequence[MemoryRegion]:
+        sizes = (self._stride * self.layout.blocks, max(self.model.final_bytes, 1) * self.layout.final_slots)
+        if allocate is None:
+            regions = [MemoryRegion.of_array(i, np.zeros(size, np.uint8)) for i, size in enumerate(sizes)]
+        else:
+            regions = [allocate(i, "host", 0, size) for i, size in enumerate(sizes)]
+        self._regions = regions
+        self._memory, self._finals = regions[0].view(), regions[1].view()
+        self._memory[:] = _POISON
+        return regions
+
+    def attach(self, callbacks: StageCallbacks) -> None:
+        self._callbacks = callbacks
+
+    def capacity(self) -> Capacity:
+        s = self.layout
+        return Capacity(blocks=s.blocks, compute_slots=s.compute_slots, transfer_slots=s.final_slots,
+                        block_tokens=s.block_tokens, max_tokens=s.max_tokens, planes=self.model.planes)  # fmt: skip
+
+    # -- StageEngine: transfers ---------------------------------------------------------------------------------------------
+
+    def reserve_transfer(self, admission: Admission) -> None:
+        if admission.transfer in self._sequences:
+            return
+        reason = self.refuse(admission)
+        if reason is not None:
+            self._tell.refused(admission.transfer, reason, True)
+            return
+        prompt = admission.request.prompt
+        histories = self.model.histories(prompt)
+        growth = admission.request.max_length if self.role is Role.DECODE else len(prompt)
+        needed = self.layout_blocks(growth) * self.model.planes
+        if needed > self.layout.blocks or growth > self.layout.max_tokens:
+            self._tell.refused(admission.transfer, f"{growth} tokens never fit", False)
+            return
+        prefix = self._match(histories)
+        # a hit that nobody owns leaves the evictable blocks when it is taken
+        taken = sum(1 for group in prefix for block in group if not self._owners.get(block))
+        shared = sum(len(group) for group in prefix)
+        if needed - shared + taken > self._available() or not self._free_slots:
+            self._tell.refused(admission.transfer, "no room now", True)
+            return
+        sequence = _Sequence(admission, [[] for _ in range(self.model.planes)], self._free_slots.pop(), histories)
+        for group in prefix:
+            for plane, block in enumerate(group):
+                sequence.tables[plane].append(block)
+                self._owners[block] = self._owners.get(block, 0) + 1
+        sequence.shared = sequence.valid = len(prefix) * self.layout.block_tokens
+        self._grow(sequence, len(prompt))
+        sequence.budget = needed - sum(map(len, sequence.tables))
+        self._promised += sequence.budget
+        self._sequences[admission.transfer] = sequence
+        if self.role is Role.DECODE:
+            tables = tuple(tuple(table) for table in sequence.tables)
+            self._tell.reserved(Reservation(admission.transfer, tables, sequence.valid, sequence.slot))
+        else:
+            sequence.valid = min(sequence.valid, len(prompt) - 1)  # the last token is always computed (C3.4)
+            self._queue.append(admission.transfer)
+
+    def accept_import(self, transfer: TransferId, valid: int) -> None:
+        sequence = self._sequences.get(transfer)
+        if sequence is None or sequence.suspended:
+            return
+        if transfer in self.fail_import:
+            raise RuntimeError("scripted: import fails")
+        sequence.valid = valid
+        sequence.final = self._final(sequence.slot).copy()
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        for plane in range(self.model.planes):
+            for component in range(len(self.model.token_bytes)):
+                rows = self._rows(sequence.tables[plane], component, 0, valid)
+                sequence.digest += self.model.digest(plane, component, rows, 0)
+        sequence.digest &= _MASK
+        sequence.history = int(sequence.histories[-1])
+        self._publish(sequence)
+        self._queue.append(transfer)
+
+    def suspend_transfer(self, transfer: TransferId) -> DeviceEvent | None:
+        sequence = self._sequences.get(transfer)
+        if sequence is None:
+            return None
+        if not sequence.suspended:
+            sequence.suspended = True
+            if transfer in self._queue:
+                self._queue.remove(transfer)
+        return self.device.event()
+
+    def release_transfer_compute(self, transfer: TransferId) -> None:
+        """The scripted P holds no runner state: its slot is free once the last range was computed."""
+
+    def release_transfer(self, transfer: TransferId) -> None:
+        sequence = self._sequences.pop(transfer, None)
+        if sequence is None:
+            return
+        if transfer in self._queue:
+            self._queue.remove(transfer)
+        for table in sequence.tables:
+            for block in table:
+                self._disown(block)
+        self._promised -= sequence.budget
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+
+    # -- StageEngine: compute -----------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return any(self._runnable(t) for t in self._queue)
+
+    def step(self) -> Sequence[StepOutput]:
+        if self.role is Role.PREFILL:
+            return self._prefill_step()
+        return self._decode_step()
+
+    def statistics(self) -> Mapping[str, float]:
+        cached = sum(1 for block in self._cached_blocks if not self._owners.get(block))
+        return {
+            "blocks_total": self.layout.blocks,
+            "blocks_free": len(self._free),
+            "blocks_used": sum(1 for count in self._owners.values() if count),
+            "blocks_leased": 0,
+            "blocks_prefix": cached,
+            "blocks_promised": self._promised,
+            "final_slots_free": len(self._free_slots),
+            "transfers": len(self._sequences),
+        }
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    # -- compute ------------------------------------------------------------------------------------------------------------
+
+    def _runnable(self, transfer: TransferId) -> bool:
+        sequence = self._sequences[transfer]
+        if self.role is Role.PREFILL:
+            return self._tell.can_schedule(transfer, min(self.chunk, len(sequence.histories) - sequence.valid))
+        return True
+
+    def _prefill_step(self) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        for transfer in [t for t in self._queue if self._runnable(t)][: self.layout.compute_slots]:
+            sequence = self._sequences[transfer]
+            if transfer in self.fail_compute:
+                self._queue.remove(transfer)
+                outputs.append(StepOutput(transfer, error=RuntimeError("scripted: compute fails")))
+                continue
+            start, total = sequence.valid, len(sequence.histories)
+            end = min(start + self.chunk, total)
+            self._write(sequence, start, sequence.histories[start:end])
+            sequence.valid = end
+            last = end == total
+            if last:
+                self._final(sequence.slot)[:] = self.model.final(int(sequence.histories[-1]))
+                self._queue.remove(transfer)
+                self._publish(sequence)
+            tables: Tables = tuple(np.array(table, dtype=np.int64) for table in sequence.tables)
+            self._tell.prefill_submitted(
+                ComputedRange(transfer, sequence.reported, end, tables, self.device.event(), last, sequence.slot)
+            )
+            sequence.reported = end
+        return outputs
+
+    def _decode_step(self) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        for transfer in list(self._queue)[: self.layout.compute_slots]:
+            sequence = self._sequences[transfer]
+            if not sequence.active:
+                sequence.active = True
+                self._tell.activated(transfer)
+            if transfer in self.fail_decode:
+                self._queue.remove(transfer)
+                outputs.append(StepOutput(transfer, error=RuntimeError("scripted: decode fails")))
+                continue
+            if sequence.tokens:
+                sequence.history = self.model.extend(sequence.history, sequence.tokens[-1])
+                before = sum(map(len, sequence.tables))
+                self._grow(sequence, sequence.valid + 1)
+                grown = sum(map(len, sequence.tables)) - before
+                sequence.budget -= grown
+                self._promised -= grown
+                self._write(sequence, sequence.valid, np.array([sequence.history], dtype=np.uint64))
+                for plane in range(self.model.planes):
+                    for component in range(len(self.model.token_bytes)):
+                        rows = self._rows(sequence.tables[plane], component, sequence.valid, sequence.valid + 1)
+                        sequence.digest += self.model.digest(plane, component, rows, sequence.valid)
+                sequence.digest &= _MASK
+                sequence.valid += 1
+            request = sequence.admission.request
+            token, depth = self.model.choose(sequence.digest, sequence.final, request.sampling.seed)
+            self.sampled += 1
+            sequence.tokens.append(token)
+            reason = finish_reason(request, sequence.tokens)
+            if reason is not None:
+                self._queue.remove(transfer)
+            outputs.append(StepOutput(transfer, (token,), (depth,), reason))
+        return outputs
+
+    @property
+    def _tell(self) -> StageCallbacks:
+        assert self._callbacks is not None, "attach() comes before any transfer"
+        return self._callbacks
+
+    # -- memory -------------------------------------------------------------------------------------------------------------
+
+    def layout_blocks(self, tokens: int) -> int:
+        return -(-tokens // self.layout.block_tokens)
+
+    def _final(self, slot: int) -> Bytes:
+        width = self.model.final_bytes
+        return self._finals[slot * max(width, 1) : slot * max(width, 1) + width]
+
+    def _addresses(self, table: Sequence[int], component: int, start: int, end: int) -> npt.NDArray[np.int64]:
+        """First byte of each token's row in region 0.  Shape ``[end - start]``."""
+        positions = np.arange(start, end)
+        blocks = np.asarray(table, dtype=np.int64)[positions // self.layout.block_tokens]
+        within = (positions % self.layout.block_tokens) * self.model.token_bytes[component]
+        return blocks * self._stride + self._bases[component] + within
+
+    def _rows(self, table: Sequence[int], component: int, start: int, end: int) -> Bytes:
+        width = self.model.token_bytes[component]
+        addresses = self._addresses(table, component, start, end)
+        return self._memory[addresses[:, None] + np.arange(width)[None, :]]
+
+    def _write(self, sequence: _Sequence, start: int, histories: Words) -> None:
+        skip = max(sequence.shared - start, 0)
+        start, histories = start + skip, histories[skip:]
+        for plane in range(self.model.planes):
+            for component, width in enumerate(self.model.token_bytes):
+                rows = self.model.kv(plane, component, histories)
+                addresses = self._addresses(sequence.tables[plane], component, start, start + len(histories))
+                self._memory[addresses[:, None] + np.arange(width)[None, :]] = rows
+
+    def _available(self) -> int:
+        unowned = sum(1 for block in self._cached_blocks if not self._owners.get(block))
+        return len(self._free) + unowned - self._promised
+
+    def _grow(self, sequence: _Sequence, tokens: int) -> None:
+        for table in sequence.tables:
+            while len(table) < self.layout_blocks(tokens):
+                table.append(self._take())
+
+    def _take(self) -> int:
+        if not self._free:
+            self._evict()
+        block = self._free.popleft()
+        bytes_ = self._block(block)
+        changed = np.flatnonzero(bytes_ != _POISON)
+        if len(changed):
+            self.late_writes.append((block, int(changed[0])))
+        self._owners[block] = 1
+        return block
+
+    def _block(self, block: int) -> Bytes:
+        return self._memory[block * self._stride : (block + 1) * self._stride]
+
+    def _disown(self, block: int) -> None:
+        self._owners[block] -= 1
+        if not self._owners[block]:
+            del self._owners[block]
+            if block not in self._cached_blocks:
+                self._block(block)[:] = _POISON
+                self._free.append(block)
+
+    def _match(self, histories: Words) -> list[tuple[int, ...]]:
+        """Cached blocks, one per plane, of the longest known prefix in whole blocks."""
+        found: list[tuple[int, ...]] = []
+        size = self.layout.block_tokens
+        for end in range(size, len(histories) + 1, size) if self.prefix_caching else ():
+            group = self._cached.get(int(histories[end - 1]))
+            if group is None:
+                break
+            self._cached.move_to_end(int(histories[end - 1]))
+            found.append(group)
+        return found
+
+    def _publish(self, sequence: _Sequence) -> None:
+        """Make whole prompt blocks reusable by others."""
+        size = self.layout.block_tokens
+        for i in range(len(sequence.histories) // size if self.prefix_caching else 0):
+            key = int(sequence.histories[(i + 1) * size - 1])
+            if key not in self._cached:
+                group = tuple(table[i] for table in sequence.tables)
+                self._cached[key] = group
+                self._cached_blocks.update(dict.fromkeys(group, key))
+
+    def _evict(self) -> None:
+        """Forget the oldest cached prefix block that nobody owns."""
+        for key, group in self._cached.items():
+            if not any(self._owners.get(block) for block in group):
+                break
+        else:
+            raise RuntimeError("scripted: the growth budget was wrong, no block is left")
+        del self._cached[key]
+        for block in group:
+            del self._cached_blocks[block]
+            self._block(block)[:] = _POISON
+            self._free.append(block)
+
+
+def distinct_prompts(count: int, lengths: Iterable[int], seed: int = 0) -> list[tuple[int, ...]]:
+    """``count`` prompts that share no prefix, with the given lengths in turn."""
+    sizes = list(lengths)
+    return [tuple(_mix(seed * 1_000_003 + i * 1009 + k) % 50_000 for k in range(sizes[i % len(sizes)])) for i in range(count)]
