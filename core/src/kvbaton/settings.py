@@ -1,0 +1,568 @@
+"""Every setting of a deployment, in one model: file < environment < command line.
+
+:func:`load` merges the three, refuses what nobody knows, and says of each effective value where it came from.
+:class:`Settings` itself is plain data: frozen, and ``Settings.model_validate_json(settings.model_dump_json())`` gives an
+equal one without a look at any file or variable, which is how a stage's process gets it.
+
+Environment variables are ``KVBATON_`` and the key in capitals, levels joined by two underscores:
+``KVBATON_TRANSFER__CHUNK_BYTES=64MiB``.  Sizes in bytes take a unit (``64MiB``, ``1.5GB``); times are seconds.
+The descriptions of the fields are the reference: ``kvbaton config --schema`` prints them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError as _ForeignSettingsError
+
+from kvbaton.errors import SettingsError, closest
+
+ENVIRONMENT_PREFIX = "KVBATON_"
+_LEVEL = "__"
+
+# -- kinds of values -----------------------------------------------------------------------------------------------------
+
+_UNIT = re.compile(r"^\s*(?:\d+(?:\.\d*)?|\.\d+)\s*(?:[kmgtpe]i?b?|b)?\s*$", re.IGNORECASE)
+
+
+def _size(value: object) -> object:
+    # pydantic's own texts neither name the units nor refuse "12 lightyears" with a hint
+    if isinstance(value, str) and not _UNIT.match(value):
+        raise PydanticCustomError("byte_size", "not a size in bytes; write for example 4096, 64MiB or 2GiB")
+    if isinstance(value, bool):
+        raise PydanticCustomError("byte_size", "not a size in bytes; write for example 4096, 64MiB or 2GiB")
+    return value
+
+
+def _positive(value: ByteSize) -> ByteSize:
+    if value < 1:
+        raise PydanticCustomError("byte_size", "must be at least 1 byte")
+    return value
+
+
+def _devices(value: object) -> object:
+    if isinstance(value, str):
+        return [part for part in value.split(",") if part.strip()]
+    return value
+
+
+Bytes = Annotated[ByteSize, BeforeValidator(_size), AfterValidator(_positive)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+#: Options of a plugin: its own ``Options`` model validates them.
+Options = dict[str, Any]
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+# -- the settings --------------------------------------------------------------------------------------------------------
+
+
+class EngineSettings(_Group):
+    """Which inference engine runs in the stages."""
+
+    name: str = Field(default="transformers", min_length=1)
+    """The engine: a name of `kvbaton plugins`, or `module:object`."""
+    options: Options = {}
+    """The engine's own options; `kvbaton plugins --json` lists them for each engine."""
+
+
+class TransportSettings(_Group):
+    """Which transport carries the KV cache."""
+
+    name: str = Field(default="auto", min_length=1)
+    """The transport: a name of `kvbaton plugins`, `module:object`, or `auto` for the best one that is usable here."""
+    options: Options = {}
+    """The transport's own options; `kvbaton plugins --json` lists them for each transport."""
+
+
+class StagesSettings(_Group):
+    """How many stages there are and where they run."""
+
+    prefill: Count = 1
+    """Number of prefill stages."""
+    decode: Count = 1
+    """Number of decode stages."""
+    launch: Literal["auto", "inproc", "process"] = "auto"
+    """`inproc`: every stage is a thread of this process. `process`: every stage is a process of its own. `auto`: `inproc`
+    where the transport reaches only within one process, else `process`."""
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_devices)] = None
+    """CUDA device number of each stage, prefill stages first, such as `0,1`. Unset: stages keep their KV in host memory."""
+
+    @model_validator(mode="after")
+    def _one_device_each(self) -> StagesSettings:
+        stages = self.prefill + self.decode
+        if self.devices is not None and len(self.devices) != stages:
+            raise PydanticCustomError(
+                "devices",
+                "devices has {given} entries for {stages} stages ({prefill} prefill + {decode} decode): give one for each",
+                {"given": len(self.devices), "stages": stages, "prefill": self.prefill, "decode": self.decode},
+            )
+        return self
+
+
+class TransferSettings(_Group):
+    """How the KV of a request is cut into chunks, and how much may be under way."""
+
+    chunk_bytes: Bytes = ByteSize(64 * MiB)
+    """Largest chunk. Smaller chunks overlap better with the computation, larger ones cost less each."""
+    chunk_segments: Count = 65536
+    """Most contiguous runs of memory in one chunk. The transport's own limit holds as well."""
+    inflight_bytes: Bytes = ByteSize(2 * GiB)
+    """Bytes that a stage may have handed to its transport and not seen completed."""
+    inflight_segments: Count = 1 << 20
+    """Segments that a stage may have handed to its transport and not seen completed."""
+    unreceipted_chunks: Count = 1024
+    """Chunks towards one peer that it has not yet shown to have received; beyond that, this peer waits and others go on."""
+
+    @model_validator(mode="after")
+    def _a_chunk_fits(self) -> TransferSettings:
+        for unit in ("bytes", "segments"):
+            chunk, budget = getattr(self, f"chunk_{unit}"), getattr(self, f"inflight_{unit}")
+            if chunk > budget:
+                raise PydanticCustomError(
+                    "budget",
+                    "chunk_{unit} ({chunk}) is larger than inflight_{unit} ({budget}): no full chunk could ever be sent;"
+                    " lower the first or raise the second",
+                    {"unit": unit, "chunk": int(chunk), "budget": int(budget)},
+                )
+        return self
+
+
+class LimitsSettings(_Group):
+    """Bounds on what may pile up."""
+
+    waiting: Count = 4096
+    """Requests that may wait for admission; one more is refused."""
+    passes: Annotated[int, Field(ge=0)] = 16
+    """How often smaller requests may be admitted past a waiting larger one (C2.6)."""
+    retries: Annotated[int, Field(ge=0)] = 64
+    """How often a request whose reservation a stage refused waits again, with its age, before it fails (C2.6)."""
+    quarantine_bytes: Bytes = ByteSize(1 * GiB)
+    """Memory of a stage that may be held because nobody can prove it quiet; beyond that the stage stops (T8)."""
+
+
+class DeadlineSettings(_Group):
+    """How long each phase may take, in seconds; who watches it and what happens when it passes (C6.7)."""
+
+    connect: Seconds = 10.0
+    """Connecting two stages. Owner: the stage that connects. Then: the peer counts as unreachable and start-up fails."""
+    reserve: Seconds = 60.0
+    """From Reserve to its answer. Owner: the coordinator. Then: the request fails; the decode stage is told to release."""
+    prefill_start: Seconds = 120.0
+    """From Prefill to the first computed range. Owner: the prefill stage. Then: the request fails and drains."""
+    prefill_idle: Seconds = 120.0
+    """Between two computed ranges of one request. Owner: the prefill stage. Then: the request fails and drains."""
+    chunk: Seconds = 30.0
+    """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's memory is
+    quarantined until its transport or a fence proves it quiet."""
+    receipts: Seconds = 30.0
+    """From Commit to the last receipt. Owner: the decode stage. Then: the request fails; its blocks are held until no writer
+    is left."""
+    drain: Seconds = 60.0
+    """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it counts
+    as lost, is killed and joined."""
+    control: Seconds = 5.0
+    """One generic control call such as statistics. Owner: the caller. Then: that peer's reply is reported as missing."""
+    startup: Seconds = 300.0
+    """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything is
+    stopped again and start-up fails."""
+    shutdown: Seconds = 30.0
+    """From Stop to a stage's exit. Owner: the runtime. Then: the stage is killed and joined."""
+
+
+class PumpSettings(_Group):
+    """How a stage's progress thread waits when a transport gives it nothing to wait on."""
+
+    idle_min: Seconds = 50e-6
+    """First pause after a pass that found nothing."""
+    idle_max: Seconds = 500e-6
+    """Longest pause; the pause doubles from `idle_min` up to here."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PumpSettings:
+        if self.idle_min > self.idle_max:
+            raise PydanticCustomError(
+                "pump",
+                "idle_min ({least}) is larger than idle_max ({most})",
+                {"least": self.idle_min, "most": self.idle_max},
+            )
+        return self
+
+
+class ControlSettings(_Group):
+    """The channels between the coordinator and the stages."""
+
+    dir: Path | None = None
+    """Folder for the sockets, private to you (0700). Unset: a fresh temporary folder, removed at the end."""
+    max_message: Bytes = ByteSize(16 * MiB)
+    """Largest control message accepted; a larger one is dropped and counted."""
+
+
+class Settings(_Group):
+    """Everything that a deployment can be told.  Made by :func:`load`."""
+
+    model: str = Field(min_length=1)
+    """The model: a checkpoint folder or file, or a name that the engine knows, such as `smollm2`."""
+    engine: EngineSettings = EngineSettings()
+    """Which inference engine runs in the stages."""
+    transport: TransportSettings = TransportSettings()
+    """Which transport carries the KV cache."""
+    stages: StagesSettings = StagesSettings()
+    """How many stages there are and where they run."""
+    transfer: TransferSettings = TransferSettings()
+    """How the KV of a request is cut into chunks, and how much may be under way."""
+    limits: LimitsSettings = LimitsSettings()
+    """Bounds on what may pile up."""
+    deadline: DeadlineSettings = DeadlineSettings()
+    """How long each phase may take, in seconds."""
+    pump: PumpSettings = PumpSettings()
+    """How a stage's progress thread waits."""
+    control: ControlSettings = ControlSettings()
+    """The channels between the coordinator and the stages."""
+
+
+# -- where a value came from ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where one effective value came from; ``where`` is a file with its line, a variable's name, or a flag."""
+
+    kind: Literal["default", "file", "environment", "command line"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+
+#: Dotted key of each effective value, in the order of the model, to its origin.
+Provenance = Mapping[str, Origin]
+
+_DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    value: object
+    origin: Origin
+
+
+def load(
+    config: Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    flags: Mapping[str, str] | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> tuple[Settings, Provenance]:
+    """The effective settings and where each came from: ``defaults`` < ``config`` < ``env`` < ``overrides``.
+
+    ``config`` is a TOML file, or JSON where its name ends in ``.json``.  ``overrides`` (the command line's) and ``defaults``
+    (an application's own) are nested mappings or have dotted keys such as ``"transport.options.seed"``.  ``env`` is usually
+    ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  ``flags`` names the command line flag behind a
+    dotted key, for messages.
+
+    Plugin options are merged key by key, except where a higher layer names another plugin than a lower one: the lower layer's
+    options were meant for that one and are dropped.
+
+    Raises :class:`~kvbaton.errors.SettingsError`, which names the file with its line, the variable or the flag, and says what
+    to do.  Facts: ``key``, ``origin``.
+    """
+    layers: list[dict[tuple[str, ...], _Given]] = [
+        {key: _Given(value, _DEFAULT) for key, value in _leaves(_nested(defaults or {}, {}))},
+        _from_file(config) if config is not None else {},
+        _from_environment(env or {}),
+        _from_overrides(overrides or {}, flags or {}),
+    ]
+    given: dict[tuple[str, ...], _Given] = {}
+    for layer in layers:
+        _drop_foreign_options(given, layer)
+        # a value replaces what lies above and below it: options = {} clears, a table replaces a scalar
+        for key in layer:
+            for other in [k for k in given if k[: len(key)] == key or key[: len(k)] == k]:
+                del given[other]
+        given.update(layer)
+    tree: dict[str, Any] = {}
+    for key, item in given.items():
+        _put(tree, key, item.value)
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        raise _explained(error, given) from error
+    provenance = {}
+    for key, _ in _leaves(settings.model_dump()):
+        found = next((given[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in given), None)
+        provenance[".".join(key)] = found.origin if found else _DEFAULT
+    return settings, provenance
+
+
+def describe(key: str) -> str:
+    """The description of the setting with this dotted key; empty for a plugin's own options."""
+    model: type[BaseModel] = Settings
+    description = ""
+    for part in key.split("."):
+        field = model.model_fields.get(part)
+        if field is None:
+            return ""
+        description = " ".join((field.description or "").split())
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    return description
+
+
+# -- the three sources ---------------------------------------------------------------------------------------------------
+
+
+def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingsError(
+            f"cannot read the configuration file {path}: {reason}. Give --config a readable {kind} file.",
+            key="", origin=Origin("file", str(path)),
+        ) from error  # fmt: skip
+    try:
+        tree = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except ValueError as error:
+        line = re.search(r"line (\d+)", str(error))
+        at = f":{line[1]}" if line else ""
+        raise SettingsError(
+            f"{path}{at} is not valid {kind}: {error}", key="", origin=Origin("file", f"{path}{at}")
+        ) from error
+    if not isinstance(tree, dict):
+        raise SettingsError(
+            f"{path} must hold a table of settings, not a {type(tree).__name__}",
+            key="", origin=Origin("file", str(path)),
+        )  # fmt: skip
+    lines = _toml_lines(text) if kind == "TOML" else {}
+    result = {}
+    for key, value in _leaves(tree):
+        line = next((lines[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in lines), None)
+        result[key] = _Given(value, Origin("file", f"{path}:{line}" if line else str(path)))
+    return result
+
+
+_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
+_ASSIGNED = re.compile(
+    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
+)
+
+
+def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
+    """Key to the line that assigns it.  tomllib keeps no positions; a key that this misses is reported without its line."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = _dotted(header[1])
+            lines.setdefault(table, number)
+        elif assigned := _ASSIGNED.match(line):
+            lines.setdefault(table + _dotted(assigned[1]), number)
+    return lines
+
+
+def _dotted(name: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in name.split("."))
+
+
+class _Environment(BaseSettings, Settings):
+    """What pydantic-settings needs to know in order to read variables; never instantiated."""
+
+    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter=_LEVEL)
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
+    names = {name.lower(): name for name in env if name.upper().startswith(ENVIRONMENT_PREFIX)}
+    if not names:
+        return {}
+    for lower, name in names.items():  # the source would pass over what is no field at all
+        first = lower.removeprefix(ENVIRONMENT_PREFIX.lower()).split(_LEVEL)[0]
+        if first not in Settings.model_fields:
+            raise _unknown((first,), Origin("environment", name))
+    source = EnvSettingsSource(_Environment)
+    source.env_vars = {lower: env[name] for lower, name in names.items()}
+    try:
+        tree = source()
+    except _ForeignSettingsError as error:
+        field = re.search(r'field "(\w+)"', str(error))
+        name = next((n for n in names.values() if field and field[1] in n.lower().split(_LEVEL)[-1]), "")
+        where = name or ENVIRONMENT_PREFIX + "..."
+        raise SettingsError(
+            f"{where}: {env.get(name, '')!r} is not JSON, which a table or list needs here. Set single values instead, such as"
+            f" {ENVIRONMENT_PREFIX}TRANSFER__CHUNK_BYTES=64MiB.",
+            key=field[1] if field else "", origin=Origin("environment", where),
+        ) from error  # fmt: skip
+    result = {}
+    for key, value in _leaves(tree):
+        # the variable may hold a whole table as JSON: the longest name that leads to the key
+        name = next(
+            names[variable]
+            for depth in range(len(key), 0, -1)
+            if (variable := ENVIRONMENT_PREFIX.lower() + _LEVEL.join(key[:depth]).lower()) in names
+        )
+        result[key] = _Given(value, Origin("environment", name))
+    return result
+
+
+def _from_overrides(overrides: Mapping[str, object], flags: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
+    result = {}
+    for key, value in _leaves(_nested(overrides, flags)):
+        name = next((flags[k] for d in range(len(key), 0, -1) if (k := ".".join(key[:d])) in flags), "")
+        result[key] = _Given(value, Origin("command line", name))
+    return result
+
+
+def _drop_foreign_options(given: dict[tuple[str, ...], _Given], layer: Mapping[tuple[str, ...], _Given]) -> None:
+    for group in ("engine", "transport"):
+        new, old = layer.get((group, "name")), given.get((group, "name"))
+        if new is not None and old is not None and new.value != old.value:
+            for key in [k for k in given if k[:2] == (group, "options")]:
+                del given[key]
+
+
+# -- trees ---------------------------------------------------------------------------------------------------------------
+
+
+def _nested(mapping: Mapping[str, object], flags: Mapping[str, str]) -> dict[str, Any]:
+    """``mapping`` with its dotted keys taken apart."""
+    tree: dict[str, Any] = {}
+    for key, value in mapping.items():
+        path = tuple(key.split("."))
+        if not all(path):
+            where = Origin("command line", flags.get(key, ""))
+            raise SettingsError(
+                f'{where}: "{key}" is not a dotted key such as transfer.chunk_bytes', key=key, origin=where
+            )
+        _put(tree, path, _nested(value, {}) if isinstance(value, Mapping) else value)
+    return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    for part in path[:-1]:
+        inner = tree.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = tree[part] = {}
+        tree = inner
+    if isinstance(value, dict) and isinstance(tree.get(path[-1]), dict):
+        for key, inner_value in value.items():
+            _put(tree[path[-1]], (key,), inner_value)
+    else:
+        tree[path[-1]] = value
+
+
+def _leaves(tree: Mapping[str, object], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Every value with its path; an empty mapping is a value too."""
+    for name, value in tree.items():
+        path = (*prefix, str(name))
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(cast("Mapping[str, object]", value), path)
+        else:
+            yield path, value
+
+
+# -- what went wrong -----------------------------------------------------------------------------------------------------
+
+
+def _explained(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) -> SettingsError:
+    """The first fault, in the operator's words; unknown keys come first because they often cause the others."""
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    fault = faults[0]
+    key = tuple(str(part) for part in fault["loc"] if not isinstance(part, int))
+    key = tuple(part for part in key if not part.startswith("tuple["))  # pydantic names the branch of a union there
+    origin = _origin_of(key, given)
+    if fault["type"] == "extra_forbidden":
+        return _unknown(key, origin)
+    if fault["type"] == "missing":
+        return SettingsError(
+            f"{key[-1]} is not set. Give --{key[-1]}, set {ENVIRONMENT_PREFIX}{_LEVEL.join(key).upper()}, or write"
+            f" `{key[-1]} = ...` in a configuration file.",
+            key=".".join(key), origin=origin,
+        )  # fmt: skip
+    more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
+    value = given[key].value if key in given else fault["input"]
+    shown = "" if isinstance(value, (BaseModel, Mapping)) else f" = {_shown(value)}"
+    message = f"{_place(origin)}{'.'.join(key)}{shown}: {_reason(fault)}{more}"
+    return SettingsError(message, key=".".join(key), origin=origin)
+
+
+def _origin_of(key: tuple[str, ...], given: Mapping[tuple[str, ...], _Given]) -> Origin:
+    for depth in range(len(key), 0, -1):  # the value itself, or the table that holds it
+        if key[:depth] in given:
+            return given[key[:depth]].origin
+    below = [item.origin for path, item in given.items() if path[: len(key)] == key]
+    return below[-1] if below else _DEFAULT
+
+
+def _unknown(key: tuple[str, ...], origin: Origin) -> SettingsError:
+    model: type[BaseModel] = Settings
+    for part in key[:-1]:
+        field = model.model_fields.get(part)
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    parent = ".".join(key[:-1])
+    names = sorted(model.model_fields)
+    group = f" of {parent}" if parent else ""
+    return SettingsError(
+        f'{_place(origin)}no setting "{".".join(key)}".{closest(key[-1], names)} Settings{group}: {", ".join(names)}.',
+        key=".".join(key), origin=origin,
+    )  # fmt: skip
+
+
+def _place(origin: Origin) -> str:
+    return f"{origin.where}: " if origin.where else ""
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (str, int, float, bool, list)) else str(value)
+
+
+def _reason(fault: ErrorDetails) -> str:
+    context = fault.get("ctx", {})
+    match fault["type"]:
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "must be a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "must be a number"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}"
+        case "greater_than":
+            return f"must be greater than {context['gt']}"
+        case "literal_error":
+            return f"must be one of {context['expected']}.{_closest_literal(fault)}"
+        case "string_too_short":
+            return "must not be empty"
+        case "string_type":
+            return "must be text"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "is a table of settings, not a single value"
+    return str(fault["msg"])
+
+
+def _closest_literal(fault: ErrorDetails) -> str:
+    expected = re.findall(r"'([^']*)'", fault.get("ctx", {}).get("expected", ""))
+    return closest(str(fault["input"]), expected)
