@@ -1,0 +1,1 @@
+"""The reference engine of kvbaton: Hugging Face decoders over a paged KV cache."""
