@@ -1,8 +1,8 @@
 """Every setting of a deployment, in one model: file < environment < command line.
 
 :func:`load` merges the three, refuses what nobody knows, and says of each effective value where it came from.
-:class:`Settings` itself is plain data: frozen, and ``Settings.model_validate_json(settings.model_dump_json())`` gives an
-equal one without a look at any file or variable, which is how a stage's process gets it.
+:class:`Settings` itself is plain data: frozen, and ``Settings.model_validate_json(settings.model_dump_json())`` gives
+an equal one without a look at any file or variable, which is how a stage's process gets it.
 
 Environment variables are ``KVBATON_`` and the key in capitals, levels joined by two underscores:
 ``KVBATON_TRANSFER__CHUNK_BYTES=64MiB``.  Sizes in bytes take a unit (``64MiB``, ``1.5GB``); times are seconds.
@@ -38,7 +38,7 @@ from kvbaton.errors import SettingsError, closest
 ENVIRONMENT_PREFIX = "KVBATON_"
 _LEVEL = "__"
 
-# -- kinds of values -----------------------------------------------------------------------------------------------------
+# -- kinds of values ---------------------------------------------------------------------------------------------------
 
 _UNIT = re.compile(r"^\s*(?:\d+(?:\.\d*)?|\.\d+)\s*(?:[kmgtpe]i?b?|b)?\s*$", re.IGNORECASE)
 
@@ -77,7 +77,7 @@ class _Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
 
-# -- the settings --------------------------------------------------------------------------------------------------------
+# -- the settings ------------------------------------------------------------------------------------------------------
 
 
 class EngineSettings(_Group):
@@ -106,10 +106,10 @@ class StagesSettings(_Group):
     decode: Count = 1
     """Number of decode stages."""
     launch: Literal["auto", "inproc", "process"] = "auto"
-    """`inproc`: every stage is a thread of this process. `process`: every stage is a process of its own. `auto`: `inproc`
-    where the transport reaches only within one process, else `process`."""
+    """`inproc`: every stage is a thread of this process. `process`: every stage is a process of its own. `auto`:
+    `inproc` where the transport reaches only within one process, else `process`."""
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_devices)] = None
-    """CUDA device number of each stage, prefill stages first, such as `0,1`. Unset: stages keep their KV in host memory."""
+    """CUDA device number of each stage, prefill stages first, such as `0,1`. Unset: the KV stays in host memory."""
 
     @model_validator(mode="after")
     def _one_device_each(self) -> StagesSettings:
@@ -117,7 +117,7 @@ class StagesSettings(_Group):
         if self.devices is not None and len(self.devices) != stages:
             raise PydanticCustomError(
                 "devices",
-                "devices has {given} entries for {stages} stages ({prefill} prefill + {decode} decode): give one for each",
+                "devices has {given} entries for {stages} stages ({prefill} prefill + {decode} decode): give one each",
                 {"given": len(self.devices), "stages": stages, "prefill": self.prefill, "decode": self.decode},
             )
         return self
@@ -135,7 +135,7 @@ class TransferSettings(_Group):
     inflight_segments: Count = 1 << 20
     """Segments that a stage may have handed to its transport and not seen completed."""
     unreceipted_chunks: Count = 1024
-    """Chunks towards one peer that it has not yet shown to have received; beyond that, this peer waits and others go on."""
+    """Chunks that one peer has not yet shown to have received; beyond that, this peer waits and others go on."""
 
     @model_validator(mode="after")
     def _a_chunk_fits(self) -> TransferSettings:
@@ -144,8 +144,8 @@ class TransferSettings(_Group):
             if chunk > budget:
                 raise PydanticCustomError(
                     "budget",
-                    "chunk_{unit} ({chunk}) is larger than inflight_{unit} ({budget}): no full chunk could ever be sent;"
-                    " lower the first or raise the second",
+                    "chunk_{unit} ({chunk}) is larger than inflight_{unit} ({budget}): no full chunk could ever be"
+                    " sent; lower the first or raise the second",
                     {"unit": unit, "chunk": int(chunk), "budget": int(budget)},
                 )
         return self
@@ -168,27 +168,27 @@ class DeadlineSettings(_Group):
     """How long each phase may take, in seconds; who watches it and what happens when it passes (C6.7)."""
 
     connect: Seconds = 10.0
-    """Connecting two stages. Owner: the stage that connects. Then: the peer counts as unreachable and start-up fails."""
+    """Connecting two stages. Owner: the stage that connects. Then: the peer is unreachable and start-up fails."""
     reserve: Seconds = 60.0
-    """From Reserve to its answer. Owner: the coordinator. Then: the request fails; the decode stage is told to release."""
+    """From Reserve to its answer. Owner: the coordinator. Then: the request fails, the decode stage releases."""
     prefill_start: Seconds = 120.0
     """From Prefill to the first computed range. Owner: the prefill stage. Then: the request fails and drains."""
     prefill_idle: Seconds = 120.0
     """Between two computed ranges of one request. Owner: the prefill stage. Then: the request fails and drains."""
     chunk: Seconds = 30.0
-    """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's memory is
-    quarantined until its transport or a fence proves it quiet."""
+    """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's
+    memory is quarantined until its transport or a fence proves it quiet."""
     receipts: Seconds = 30.0
-    """From Commit to the last receipt. Owner: the decode stage. Then: the request fails; its blocks are held until no writer
-    is left."""
+    """From Commit to the last receipt. Owner: the decode stage. Then: the request fails; its blocks are held until no
+    writer is left."""
     drain: Seconds = 60.0
-    """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it counts
-    as lost, is killed and joined."""
+    """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it
+    counts as lost, is killed and joined."""
     control: Seconds = 5.0
-    """One generic control call such as statistics. Owner: the caller. Then: that peer's reply is reported as missing."""
+    """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing."""
     startup: Seconds = 300.0
-    """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything is
-    stopped again and start-up fails."""
+    """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything
+    is stopped again and start-up fails."""
     shutdown: Seconds = 30.0
     """From Stop to a stage's exit. Owner: the runtime. Then: the stage is killed and joined."""
 
@@ -244,7 +244,7 @@ class Settings(_Group):
     """The channels between the coordinator and the stages."""
 
 
-# -- where a value came from ---------------------------------------------------------------------------------------------
+# -- where a value came from -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,16 +280,16 @@ def load(
 ) -> tuple[Settings, Provenance]:
     """The effective settings and where each came from: ``defaults`` < ``config`` < ``env`` < ``overrides``.
 
-    ``config`` is a TOML file, or JSON where its name ends in ``.json``.  ``overrides`` (the command line's) and ``defaults``
-    (an application's own) are nested mappings or have dotted keys such as ``"transport.options.seed"``.  ``env`` is usually
-    ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  ``flags`` names the command line flag behind a
-    dotted key, for messages.
+    ``config`` is a TOML file, or JSON where its name ends in ``.json``.  ``overrides`` (the command line's) and
+    ``defaults`` (an application's own) are nested mappings or have dotted keys such as ``"transport.options.seed"``.
+    ``env`` is usually ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  ``flags`` names the command
+    line flag behind a dotted key, for messages.
 
-    Plugin options are merged key by key, except where a higher layer names another plugin than a lower one: the lower layer's
-    options were meant for that one and are dropped.
+    Plugin options are merged key by key, except where a higher layer names another plugin than a lower one: the lower
+    layer's options were meant for that one and are dropped.
 
-    Raises :class:`~kvbaton.errors.SettingsError`, which names the file with its line, the variable or the flag, and says what
-    to do.  Facts: ``key``, ``origin``.
+    Raises :class:`~kvbaton.errors.SettingsError`, which names the file with its line, the variable or the flag, and says
+    what to do.  Facts: ``key``, ``origin``.
     """
     layers: list[dict[tuple[str, ...], _Given]] = [
         {key: _Given(value, _DEFAULT) for key, value in _leaves(_nested(defaults or {}, {}))},
@@ -333,7 +333,7 @@ def describe(key: str) -> str:
     return description
 
 
-# -- the three sources ---------------------------------------------------------------------------------------------------
+# -- the three sources -------------------------------------------------------------------------------------------------
 
 
 def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
@@ -349,8 +349,8 @@ def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
     try:
         tree = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except ValueError as error:
-        line = re.search(r"line (\d+)", str(error))
-        at = f":{line[1]}" if line else ""
+        named = re.search(r"line (\d+)", str(error))
+        at = f":{named[1]}" if named else ""
         raise SettingsError(
             f"{path}{at} is not valid {kind}: {error}", key="", origin=Origin("file", f"{path}{at}")
         ) from error
@@ -368,13 +368,12 @@ def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
 
 
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
-_ASSIGNED = re.compile(
-    r"""^\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
-)
+_KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_ASSIGNED = re.compile(rf"^\s*({_KEY}(?:\s*\.\s*{_KEY})*)\s*=")
 
 
 def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
-    """Key to the line that assigns it.  tomllib keeps no positions; a key that this misses is reported without its line."""
+    """Key to the line that assigns it.  tomllib keeps none; a key that this misses is reported without its line."""
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
@@ -413,8 +412,8 @@ def _from_environment(env: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
         name = next((n for n in names.values() if field and field[1] in n.lower().split(_LEVEL)[-1]), "")
         where = name or ENVIRONMENT_PREFIX + "..."
         raise SettingsError(
-            f"{where}: {env.get(name, '')!r} is not JSON, which a table or list needs here. Set single values instead, such as"
-            f" {ENVIRONMENT_PREFIX}TRANSFER__CHUNK_BYTES=64MiB.",
+            f"{where}: {env.get(name, '')!r} is not JSON, which a table or list needs here. Set single values instead,"
+            f" such as {ENVIRONMENT_PREFIX}TRANSFER__CHUNK_BYTES=64MiB.",
             key=field[1] if field else "", origin=Origin("environment", where),
         ) from error  # fmt: skip
     result = {}
@@ -445,7 +444,7 @@ def _drop_foreign_options(given: dict[tuple[str, ...], _Given], layer: Mapping[t
                 del given[key]
 
 
-# -- trees ---------------------------------------------------------------------------------------------------------------
+# -- trees -------------------------------------------------------------------------------------------------------------
 
 
 def _nested(mapping: Mapping[str, object], flags: Mapping[str, str]) -> dict[str, Any]:
@@ -485,7 +484,7 @@ def _leaves(tree: Mapping[str, object], prefix: tuple[str, ...] = ()) -> Iterato
             yield path, value
 
 
-# -- what went wrong -----------------------------------------------------------------------------------------------------
+# -- what went wrong ---------------------------------------------------------------------------------------------------
 
 
 def _explained(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) -> SettingsError:
