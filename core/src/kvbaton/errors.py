@@ -161,6 +161,14 @@ class Outstanding(TransportError):
     """``close()`` was called while chunks are outstanding (T10, C5.4).  Facts: ``outstanding``."""
 
 
+class ConnectorFault(TransportError):
+    """A plugin raised where its protocol forbids it; the guard went on without it (C6.3).  Facts: ``call``."""
+
+
+class QuarantineFull(TransportError):
+    """More memory is neither quiet nor fenced than the limits allow: the stage must not go on (T8).  Facts: ``bytes``, ``limit``."""
+
+
 # -- the peer's faults, and one request's misfortune ---------------------------------------------------------------------
 
 

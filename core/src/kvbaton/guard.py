@@ -1,0 +1,952 @@
+"""What every transport would otherwise get wrong, once, around every plugin.
+
+The stage talks to a :class:`GuardedConnector`, never to a plugin.  The guard checks each argument before the plugin sees it
+(bounds, equal lengths, declared capabilities and limits, epochs, the calling thread), keeps budgets and deadlines, and passes on
+only events that are news: a chunk ends once, a peer of an older epoch is not heard, an exception out of a plugin becomes an event.
+Of the clauses T1 to T13 it adds T2, T6, T8, T11 and T12 to what the plugin promises, and it enforces C1.4, C3.5, C3.6 and C5.4.
+
+What a chunk's life looks like from outside: ``submit`` accepts it, then one or more completions follow, *each proving more than the
+one before*, the last one terminal, exactly once::
+
+    accepted ──────────────────────────────▶ DONE | FAILED | CANCELLED, terminal
+        ├── deadline ──▶ TIMED_OUT ────────▶ … the same, late
+        └── FAILED, not quiet ─────────────▶ FAILED, terminal, once a fence proves it
+
+Between an early, not terminal completion and the terminal one the chunk's memory is *quarantined*: counted, bounded, never reused
+on a guess (C6.1).  A chunk reported DONE by a buffering transport that cannot yet say that the target is quiet is *unproven*: it
+gives its budget back at once, and the acknowledgement (which rests on receipts) or a fence ends it.
+
+Back-pressure (T6): there is no queue in here.  ``submit`` accepts now or says that it is full, and the stage offers again on its next
+pass.  Peers share the budgets evenly, and each may always have one chunk under way, so that one frozen peer holds its own share and
+nobody else's; where the transport's own queue is what is full, the peer with more chunks in it yields to one with fewer.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbaton.connector import (
+    IDLE,
+    MAX_ENDPOINT_BYTES,
+    Capabilities,
+    Chunk,
+    Completion,
+    Endpoint,
+    MemoryKind,
+    MemoryRegion,
+    Outcome,
+    PeerEvent,
+    Progress,
+    Receipt,
+    RegionInfo,
+    TransferConnector,
+    region_lengths,
+)
+from kvbaton.errors import (
+    CapabilityError,
+    ConnectError,
+    ConnectorFault,
+    KvbatonError,
+    LocalProtocolError,
+    Outstanding,
+    PeerLost,
+    QuarantineFull,
+    RegistrationError,
+    SegmentError,
+    ThreadError,
+    TransportError,
+)
+from kvbaton.identity import PeerId, TransferId
+from kvbaton.segments import Segments
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class GuardLimits:
+    """Bounds on what may be under way.  The peers that are up share the first two evenly."""
+
+    inflight_bytes: int = 2 << 30
+    inflight_segments: int = 1 << 18
+    #: Chunks per peer that are posted and not completed: a frozen destination cannot make more receipts than this pile up.
+    unreceipted_chunks: int = 256
+    #: More than this in quarantine and the stage must not go on (:class:`~kvbaton.errors.QuarantineFull`).
+    quarantine_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("inflight_bytes", "inflight_segments", "unreceipted_chunks", "quarantine_bytes"):
+            if getattr(self, name) < 1:
+                raise LocalProtocolError(f"guard limit {name} is {getattr(self, name)}: at least 1 is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardProgress(Progress):
+    """A :class:`~kvbaton.connector.Progress` with what went wrong inside the transport.
+
+    ``faults`` are to be reported (C6.3).  A :class:`~kvbaton.errors.QuarantineFull` among them means that the stage must not go on.
+    """
+
+    faults: tuple[KvbatonError, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.completions or self.receipts or self.peers or self.faults)
+
+
+class PeerState(enum.Enum):
+    CONNECTING = "connecting"
+    UP = "up"
+    #: ``disconnect`` was called: nothing new is accepted, posted work drains.
+    CLOSING = "closing"
+    #: Gone for good: a peer comes back only under a new epoch (C1.4, C6.4).
+    DOWN = "down"
+
+
+class GuardedConnector:
+    """A connector that a stage can trust.
+
+    ``transport``, ``version``, ``peer`` and ``geometry`` (encoded, or empty where a test has none) are what the peer is told and
+    compared with.  ``connect_deadline`` bounds both connecting and disconnecting, ``chunk_deadline`` each chunk; seconds of
+    ``clock``, which only grows.
+
+    Threading: the first caller's thread owns it; a call from another raises :class:`~kvbaton.errors.ThreadError` (T11).
+    :meth:`detach` lets the next caller become the owner, and ``close`` may also come from another thread once the owner has
+    ended.  ``statistics``, ``capabilities``, ``needs_polling``, ``quarantine_full`` may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        connector: TransferConnector,
+        *,
+        transport: str,
+        version: str,
+        peer: PeerId,
+        geometry: bytes = b"",
+        limits: GuardLimits | None = None,
+        connect_deadline: float = 10.0,
+        chunk_deadline: float = 30.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.peer = peer
+        self._connector = connector
+        self._transport = transport
+        self._version = version
+        self._geometry = geometry
+        self._limits = limits or GuardLimits()
+        self._connect_deadline = connect_deadline
+        self._chunk_deadline = chunk_deadline
+        self._clock = clock
+        self._owner: threading.Thread | None = None
+        self._closed = False
+        self._allocated: set[tuple[int, int, int]] = set()
+        self._regions: tuple[MemoryRegion, ...] | None = None
+        self._bounds = _Bounds({})
+        self._peers: dict[PeerId, _Peer] = {}
+        self._current: dict[str, PeerId] = {}
+        # accepted and not reported terminal: on time, in order of deadline; and those that a proof is missing for
+        self._posted: dict[_Key, _Flight] = {}
+        self._lingering: dict[_Key, _Flight] = {}
+        self._grants: dict[TransferId, PeerId] = {}
+        self._news = _News()
+        self._pass = 0
+        self._quarantined_bytes = 0
+        self._quarantine_reported = False
+        self._poll_is_failing = False
+        self._dropped: Counter[str] = Counter()
+        self._count: Counter[str] = Counter()
+
+    # -- what anyone may read ---------------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the running connector declares (T13)."""
+        return self._connector.capabilities
+
+    @property
+    def needs_polling(self) -> bool:
+        """Whether anything is live: a chunk, a grant, a connection being made or ended, an event not yet collected.
+
+        While it is true ``poll`` must go on being called, also at a destination: some transports' senders progress only then.
+        """
+        transient = (PeerState.CONNECTING, PeerState.CLOSING)
+        return bool(
+            self._posted
+            or self._lingering
+            or self._grants
+            or self._news
+            or any(peer.state in transient for peer in tuple(self._peers.values()))
+        )
+
+    @property
+    def quarantine_full(self) -> bool:
+        """Whether more is in quarantine than the limits allow: the stage must not go on (T8)."""
+        return self._quarantined_bytes > self._limits.quarantine_bytes
+
+    def outstanding(self) -> int:
+        """Chunks accepted and neither reported terminal nor DONE."""
+        return len(self._posted) + sum(flight.quarantined for flight in tuple(self._lingering.values()))
+
+    def statistics(self) -> Mapping[str, float]:
+        """Counters (``*_total``, ``dropped_*``) and gauges (the rest), bytes and counts; a snapshot."""
+        lingering = tuple(self._lingering.values())
+        peers = tuple(self._peers.values())
+        quarantined = sum(flight.quarantined for flight in lingering)
+        figures: dict[str, float] = {
+            "inflight_bytes": sum(peer.nbytes for peer in peers),
+            "inflight_segments": sum(peer.segments for peer in peers),
+            "inflight_chunks": sum(peer.chunks for peer in peers),
+            "outstanding": len(self._posted) + quarantined,
+            "quarantined_chunks": quarantined,
+            "quarantined_bytes": self._quarantined_bytes,
+            "unproven_chunks": len(lingering) - quarantined,
+            "grants": len(self._grants),
+            "peers": len(peers),
+            "peers_up": sum(peer.state is PeerState.UP for peer in peers),
+        }
+        for name in _COUNTERS:
+            figures[f"{name}_total"] = self._count[name]
+        for reason, count in sorted(self._dropped.items()):
+            figures[f"dropped_{reason}"] = count
+        return figures
+
+    def peer_states(self) -> Mapping[PeerId, PeerState]:
+        """Every known peer epoch and its state."""
+        return {id: peer.state for id, peer in tuple(self._peers.items())}
+
+    # -- memory and the handshake -----------------------------------------------------------------------------------------
+
+    def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:
+        """Memory that the transport can reach, zeroed, where it demands memory of its own.
+
+        Raises :class:`~kvbaton.errors.CapabilityError` where it takes memory of any origin.
+        """
+        self._enter()
+        if self.capabilities.memory_origin != "allocated":
+            raise CapabilityError(
+                f"T13: {self._transport} registers memory of any origin and allocates none", capability="memory_origin"
+            )
+        region = self._connector.allocate(id, kind, device, nbytes)
+        self._allocated.add((region.id, region.address, region.length))
+        return region
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make ``regions`` reachable, once.  Raises :class:`~kvbaton.errors.RegistrationError`; then none was (T1)."""
+        self._enter()
+        if self._regions is not None:
+            raise LocalProtocolError("T1: regions are registered once, before the first endpoint")
+        self._check_regions(regions)
+        try:
+            self._connector.register(regions)
+        except KvbatonError:
+            raise
+        except Exception as error:
+            raise RegistrationError(
+                f"T1: {self._transport} could not register memory: {_text(error)}. None was registered.",
+                transport=self._transport, reason=str(error),
+            ) from error  # fmt: skip
+        self._regions = tuple(regions)
+        self._bounds = _Bounds(region_lengths(regions))
+
+    def endpoint(self) -> Endpoint:
+        """How this connector is reached (T2).  Raises unless regions are registered."""
+        self._enter()
+        if self._regions is None:
+            raise LocalProtocolError("T1: register the regions before asking for the endpoint")
+        try:
+            metadata = self._connector.metadata()
+        except KvbatonError:
+            raise
+        except Exception as error:
+            raise TransportError(f"T2: {self._transport} has no metadata: {_text(error)}") from error
+        infos = tuple(RegionInfo(region.id, region.kind, region.length) for region in self._regions)
+        endpoint = Endpoint(self._transport, self._version, self.peer, infos, self._geometry, metadata)
+        size = len(endpoint.encode())
+        if size > MAX_ENDPOINT_BYTES:
+            raise TransportError(
+                f"T2: the endpoint of {self.peer} has {size} bytes, at most {MAX_ENDPOINT_BYTES} are allowed; register"
+                " fewer, larger regions",
+                transport=self._transport,
+            )
+        return endpoint
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Start to connect; ``poll`` reports *up*, or *down* by the deadline (T2).  Again for the same epoch: no effect.
+
+        A new epoch replaces the old one, which is *down* from here on.
+
+        Raises, and then nothing was connected: :class:`~kvbaton.errors.GeometryMismatch` (C3.5);
+        :class:`~kvbaton.errors.ConnectError` for another transport or version, for our own endpoint, for an epoch older than
+        one seen, and for an epoch that was up and went down (C1.4).
+        """
+        self._enter()
+        if self._regions is None:
+            raise LocalProtocolError("T1: register the regions before connecting")
+        id = endpoint.peer
+        self._check_endpoint(endpoint)
+        known = self._current.get(id.name)
+        if known is not None and id.epoch < known.epoch:
+            raise ConnectError(
+                f"C1.4: {id} is an older epoch of {known}; ask the stage for its present endpoint", peer=id
+            )
+        if known == id:
+            peer = self._peers[id]
+            if peer.state in (PeerState.CONNECTING, PeerState.UP):
+                return
+            if peer.state is PeerState.CLOSING or peer.was_up:
+                raise ConnectError(
+                    f"C6.4: {id} was disconnected; it comes back only as a new process with a new epoch", peer=id
+                )
+        elif known is not None:
+            self._lose(self._peers[known], PeerLost(f"C1.4: {known} was replaced by {id}", peer=known))
+        self._current[id.name] = id
+        peer = _Peer(id, _Bounds(region_lengths(endpoint.regions)), self._clock() + self._connect_deadline)
+        self._peers[id] = peer
+        if known is not None and known != id:
+            self._forget_peer(self._peers[known])
+        try:
+            self._connector.connect(endpoint)
+        except Exception as error:
+            cause = ConnectError(f"T2: {self._transport} cannot connect to {id}: {_text(error)}", peer=id)
+            cause.__cause__ = error
+            self._lose(peer, cause)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Start to disconnect: nothing new is accepted for it, posted work drains; ``poll`` reports *down* (C6.4).
+
+        Also for a peer that is already down but not quiet: a later *down* may then say quiet.  Unknown peer: no effect.
+        """
+        self._enter()
+        known = self._peers.get(peer)
+        if known is None or known.quiet:
+            return
+        if known.state is not PeerState.DOWN:
+            known.state = PeerState.CLOSING
+            known.deadline = self._clock() + self._connect_deadline
+        self._foreign("disconnect", lambda: self._connector.disconnect(peer), peer=peer)
+
+    def fenced(self, peer: PeerId) -> None:
+        """Core proved that this peer's process is dead: everything towards it becomes terminal.  Unknown peer: no effect."""
+        self._enter()
+        if peer not in self._peers or not self._foreign("fenced", lambda: self._connector.fenced(peer), peer=peer):
+            return
+        if self.capabilities.quiet == "never":
+            return
+        for flight in self._waiting_for_proof(peer):
+            self._prove(flight, Outcome.FAILED, True, True, PeerLost(f"C6.4: {peer} was fenced", peer=peer))
+
+    # -- chunks at the source ---------------------------------------------------------------------------------------------
+
+    def submit(self, chunk: Chunk) -> bool:
+        """Accept ``chunk`` now, or say that there is no room: then nothing was taken; offer it again on the next pass (T6).
+
+        Ownership: from acceptance until a completion says ``source_quiet`` / ``target_quiet`` the bytes of that side belong
+        to the transport.  A chunk for a peer that is down is accepted and ends as FAILED, terminal, at the next ``poll``.
+
+        Raises, before any side effect: :class:`~kvbaton.errors.SegmentError` (C3.6),
+        :class:`~kvbaton.errors.CapabilityError` (T13) beyond a declared limit,
+        :class:`~kvbaton.errors.LocalProtocolError` for a peer never connected, or a chunk that is already under way.
+        """
+        self._enter()
+        key = (chunk.transfer, chunk.sequence)
+        if key in self._posted or key in self._lingering:
+            raise LocalProtocolError(
+                f"T5: chunk {chunk.sequence} of transfer {chunk.transfer} is already under way", transfer=chunk.transfer
+            )
+        peer = self._peers.get(chunk.peer)
+        if peer is None and chunk.peer.name not in self._current:
+            raise LocalProtocolError(f"T2: {chunk.peer} was never connected; call connect() with its endpoint first")
+        if peer is None or peer.state in (PeerState.CLOSING, PeerState.DOWN):
+            self._count["failed"] += 1
+            self._news.completions.append(
+                Completion(
+                    chunk.transfer, chunk.sequence, Outcome.FAILED, True, True,
+                    PeerLost(f"T7: {chunk.peer} is down; chunk {chunk.sequence} was not posted", peer=chunk.peer),
+                )
+            )  # fmt: skip
+            return True
+        if peer.state is PeerState.CONNECTING or self.quarantine_full or not self._room(peer, chunk):
+            self._count["full"] += 1
+            return False
+        if peer.checked is not chunk:
+            self._check_chunk(chunk, peer)
+            peer.checked = chunk
+        flight = _Flight(
+            chunk.transfer, chunk.sequence, peer, chunk.nbytes, len(chunk.source), self._clock() + self._chunk_deadline
+        )
+        try:
+            accepted = self._connector.submit(chunk)
+        except Exception as error:
+            # Field failure 14: an exception while posting is a failure of the chunk.  Whether bytes moved is not known.
+            self._take(key, flight)
+            flight.raised = True
+            self._linger(key, flight)
+            cause = TransportError(
+                f"C6.3: {self._transport} raised while posting chunk {chunk.sequence} to {peer.id}: {_text(error)}."
+                " Its memory is quarantined until the peer is fenced.",
+                peer=peer.id, transfer=chunk.transfer,
+            )  # fmt: skip
+            cause.__cause__ = error
+            self._prove(flight, Outcome.FAILED, False, False, cause)
+            return True
+        if not accepted:
+            peer.refused_in = self._pass
+            self._count["full"] += 1
+            return False
+        self._take(key, flight)
+        self._posted[key] = flight
+        return True
+
+    def cancel(self, transfer: TransferId) -> None:
+        """What is not yet started completes as CANCELLED; what is posted drains and is reported (T9).  Unknown: no effect."""
+        self._enter()
+        if any(key[0] == transfer for key in self._posted):
+            self._foreign("cancel", lambda: self._connector.cancel(transfer), transfer=transfer)
+
+    def acknowledge(self, transfer: TransferId) -> None:
+        """The destination has received all of ``transfer``: by T3 nothing of it is written any more.  Last call for it."""
+        self._enter()
+        self._foreign("acknowledge", lambda: self._connector.acknowledge(transfer), transfer=transfer)
+        for flight in [flight for key, flight in self._lingering.items() if key[0] == transfer and flight.unproven]:
+            self._prove(flight, Outcome.DONE, flight.source_quiet, True, None)
+
+    # -- grants at the destination ----------------------------------------------------------------------------------------
+
+    def grant(self, transfer: TransferId, peer: PeerId, target: Segments) -> None:
+        """``peer`` may write ``target`` for ``transfer``; call it before the peer is told to.
+
+        Raises :class:`~kvbaton.errors.SegmentError` for a target outside our regions,
+        :class:`~kvbaton.errors.PeerLost` for a peer that is down or was never connected, and
+        :class:`~kvbaton.errors.TransportError` where the transport cannot; nothing is granted then.
+        """
+        self._enter()
+        self._bounds.check(target, f"the grant for transfer {transfer}", "our regions")
+        known = self._peers.get(peer)
+        if known is None or known.state in (PeerState.CLOSING, PeerState.DOWN):
+            raise PeerLost(f"T7: {peer} is not connected; nothing was granted to it", peer=peer)
+        if transfer in self._grants:
+            raise LocalProtocolError(f"C2.2: transfer {transfer} has a grant already, and it is frozen", transfer=transfer)
+        try:
+            self._connector.grant(transfer, peer, target)
+        except KvbatonError:
+            raise
+        except Exception as error:
+            raise TransportError(f"T3: {self._transport} cannot grant transfer {transfer}: {_text(error)}") from error
+        self._grants[transfer] = peer
+
+    def revoke(self, transfer: TransferId) -> bool:
+        """True: from now on nothing of ``transfer`` is written here any more, whatever its peer does.  False: not yet.
+
+        Raises :class:`~kvbaton.errors.CapabilityError` unless ``capabilities.revocable`` (T13): look before calling.
+        """
+        self._enter()
+        if not self.capabilities.revocable:
+            raise CapabilityError(f"T13: {self._transport} does not declare revocable", capability="revocable")
+        return self._revoke(transfer)
+
+    def forget(self, transfer: TransferId) -> None:
+        """This side is done with ``transfer``: its memory is quiet.  Nothing of it is kept afterwards (T12).  Idempotent."""
+        self._enter()
+        if transfer in self._grants:
+            # a transport that keeps grants has no other word that this one is over
+            self._revoke(transfer)
+            self._grants.pop(transfer, None)
+        for peer in self._peers.values():
+            if peer.checked is not None and peer.checked.transfer == transfer:
+                peer.checked = None
+
+    # -- progress ---------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> Progress:
+        """What has happened since the last call; bounded work, never raises for a fault of the plugin.
+
+        Order within one result is of no meaning (T4).  :data:`~kvbaton.connector.IDLE` when nothing happened.
+        """
+        self._enter()
+        self._pass += 1
+        try:
+            self._filter(self._connector.poll())
+            self._poll_is_failing = False
+        except Exception as error:
+            # Field failure 25: a transport's exception must not kill a healthy worker.  Deadlines go on counting.
+            if not self._poll_is_failing:
+                self._fault("poll", error)
+            self._poll_is_failing = True
+        self._expire(self._clock())
+        if self.quarantine_full and not self._quarantine_reported:
+            self._news.faults.append(
+                QuarantineFull(
+                    f"T8: {self._quarantined_bytes} bytes are in quarantine, {self._limits.quarantine_bytes} are allowed."
+                    " The stage must not go on; fence the peers that do not answer, or restart it.",
+                    bytes=self._quarantined_bytes, limit=self._limits.quarantine_bytes,
+                )
+            )  # fmt: skip
+        self._quarantine_reported = self.quarantine_full
+        if not self._news:
+            return IDLE
+        news, self._news = self._news, _News()
+        self._count["receipts"] += len(news.receipts)
+        return GuardProgress(tuple(news.completions), tuple(news.receipts), tuple(news.peers), tuple(news.faults))
+
+    def wait(self, timeout: float) -> None:
+        """Return within ``timeout`` seconds, earlier when ``poll`` may have something.  Releases the GIL."""
+        self._enter()
+        if self._news or timeout <= 0:
+            return
+        if not self._foreign("wait", lambda: self._connector.wait(timeout)):
+            time.sleep(timeout)  # a plugin whose wait raises must not turn the pump into a busy loop
+
+    def detach(self) -> None:
+        """The owning thread lets go; whichever calls next owns the connector (T11)."""
+        self._enter()
+        self._owner = None
+
+    def close(self) -> None:
+        """Release everything but the region memory; idempotent (T10).
+
+        Raises :class:`~kvbaton.errors.Outstanding` while the transport may still read a chunk's source (C5.4): drain, or
+        fence the peer, or let the process end.
+        """
+        if self._closed:
+            return
+        if self._owner is not None and not self._owner.is_alive():
+            self._owner = None
+        self._enter()
+        flights = [*self._posted.values(), *self._lingering.values()]
+        unread = sum(not flight.source_quiet for flight in flights)
+        if unread:
+            raise Outstanding(
+                f"T10: {unread} chunks are outstanding; poll until they are terminal, or fence their peers, then close",
+                outstanding=unread,
+            )
+        try:
+            self._connector.close()
+        except KvbatonError:
+            raise
+        except Exception as error:
+            raise TransportError(f"T10: {self._transport} failed to close: {_text(error)}") from error
+        self._closed = True
+
+    # -- checks before the plugin is touched -------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        # T11
+        current = threading.current_thread()
+        if self._owner is None:
+            self._owner = current
+        elif self._owner is not current:
+            raise ThreadError(
+                f"T11: the connector of {self.peer} belongs to thread {self._owner.name!r}, it was called from"
+                f" {current.name!r}",
+                owner=self._owner.name, caller=current.name,
+            )  # fmt: skip
+        if self._closed:
+            raise LocalProtocolError(f"T10: the connector of {self.peer} is closed")
+
+    def _check_regions(self, regions: Sequence[MemoryRegion]) -> None:
+        # T1: libraries accept overlapping and bogus registrations silently, so core looks.
+        def refuse(region: MemoryRegion, reason: str, **facts: object) -> RegistrationError:
+            return RegistrationError(
+                f"T1: region {region.id} cannot be registered with {self._transport}: {reason}. None was registered.",
+                region=region.id, reason=reason, transport=self._transport, **facts,
+            )  # fmt: skip
+
+        capabilities = self.capabilities
+        seen: set[int] = set()
+        for region in regions:
+            if region.id in seen:
+                raise refuse(region, "its id appears twice")
+            seen.add(region.id)
+            if region.length < 1 or region.address < 1:
+                raise refuse(region, f"{region.length} bytes at address {region.address:#x} is no memory")
+            if region.kind not in capabilities.memory_kinds:
+                able = ", ".join(sorted(capabilities.memory_kinds))
+                raise refuse(region, f"it is {region.kind} memory; only {able} is supported", capability="memory_kinds")
+            if capabilities.memory_origin == "allocated" and (
+                region.id, region.address, region.length
+            ) not in self._allocated:  # fmt: skip
+                raise refuse(region, "it did not come from allocate()", capability="memory_origin")
+        placed = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
+        for left, right in zip(placed, placed[1:], strict=False):
+            if (left.kind, left.device) == (right.kind, right.device) and left.address + left.length > right.address:
+                raise refuse(right, f"it overlaps region {left.id}")
+
+    def _check_endpoint(self, endpoint: Endpoint) -> None:
+        id = endpoint.peer
+        if endpoint.transport != self._transport:
+            raise ConnectError(
+                f"T2: {id} speaks {endpoint.transport!r}, we speak {self._transport!r}; both stages need one transport",
+                peer=id, ours=self._transport, theirs=endpoint.transport,
+            )  # fmt: skip
+        if endpoint.version != self._version:
+            raise ConnectError(
+                f"T2: {id} has {self._transport} {endpoint.version}, we have {self._version}; install one version on both",
+                peer=id, ours=self._version, theirs=endpoint.version,
+            )  # fmt: skip
+        if id.name == self.peer.name:
+            raise ConnectError(f"T2: {id} has our own name; every stage needs its own", peer=id)
+        if bool(endpoint.geometry) != bool(self._geometry):
+            raise ConnectError(f"C3.5: {id} and {self.peer} must both state a geometry, or neither", peer=id)
+        if self._geometry:
+            from kvbaton.geometry import KVGeometry  # the guard alone, as in most tests, needs none
+
+            KVGeometry.decode(self._geometry).require_compatible(KVGeometry.decode(endpoint.geometry))
+
+    def _check_chunk(self, chunk: Chunk, peer: _Peer) -> None:
+        what = f"chunk {chunk.sequence} of transfer {chunk.transfer}"
+        capabilities = self.capabilities
+        if chunk.after is not None and not capabilities.source_ordered:
+            raise CapabilityError(
+                f"T13: {what} is ordered behind a device event, which {self._transport} does not declare (source_ordered)",
+                capability="source_ordered",
+            )
+        source, target = chunk.source, chunk.target
+        # C3.6
+        if len(source) != len(target):
+            raise SegmentError(f"C3.6: {what} has {len(source)} source and {len(target)} target segments. No byte moved.")
+        if len(source) > capabilities.max_segments:
+            raise CapabilityError(
+                f"T13: {what} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
+                capability="max_segments",
+            )
+        if not np.array_equal(source.length, target.length):
+            at = int(np.flatnonzero(source.length != target.length)[0])
+            raise SegmentError(
+                f"C3.6: {what}, segment {at}: {int(source.length[at])} source bytes against {int(target.length[at])} target"
+                " bytes. No byte moved.",
+                segment=at,
+            )
+        self._bounds.check(source, f"the source of {what}", "our regions")
+        peer.bounds.check(target, f"the target of {what}", f"the regions of {peer.id}")
+        total = int(source.length.sum())
+        if total != chunk.nbytes:
+            raise SegmentError(f"C3.6: {what} says {chunk.nbytes} bytes, its segments have {total}. No byte moved.")
+        if total > capabilities.max_chunk_bytes:
+            raise CapabilityError(
+                f"T13: {what} has {total} bytes, {self._transport} takes {capabilities.max_chunk_bytes}",
+                capability="max_chunk_bytes",
+            )
+        grain = capabilities.alignment
+        if grain > 1 and any(np.any(column % grain) for column in (source.offset, target.offset, source.length)):
+            raise CapabilityError(
+                f"T13: {what} has offsets or lengths that are no multiples of {grain}, as {self._transport} needs",
+                capability="alignment",
+            )
+
+    # -- budgets -----------------------------------------------------------------------------------------------------------
+
+    def _room(self, peer: _Peer, chunk: Chunk) -> bool:
+        if peer.chunks >= self._limits.unreceipted_chunks:
+            return False
+        sharing = sum(other.state is PeerState.UP or other.chunks > 0 for other in self._peers.values())
+        # one chunk is always allowed: no peer waits for another's share, and no chunk is too large for ever
+        if peer.chunks and (
+            peer.nbytes + chunk.nbytes > self._limits.inflight_bytes // sharing
+            or peer.segments + len(chunk.source) > self._limits.inflight_segments // sharing
+        ):
+            return False
+        # the transport's own queue was full for somebody who has fewer chunks in it and who asked in this or the last pass
+        return not any(
+            other.refused_in >= self._pass - 1 and other.chunks < peer.chunks and other.state is PeerState.UP
+            for other in self._peers.values()
+        )
+
+    def _take(self, key: _Key, flight: _Flight) -> None:
+        peer = flight.peer
+        peer.chunks += 1
+        peer.nbytes += flight.nbytes
+        peer.segments += flight.segments
+        peer.flights += 1
+        peer.checked = None
+        peer.refused_in = -2
+        self._count["chunks"] += 1
+        self._count["bytes"] += flight.nbytes
+        self._count["segments"] += flight.segments
+
+    def _give_back(self, flight: _Flight) -> None:
+        if flight.holds_budget:
+            flight.holds_budget = False
+            flight.peer.chunks -= 1
+            flight.peer.nbytes -= flight.nbytes
+            flight.peer.segments -= flight.segments
+
+    # -- from flight to terminal -------------------------------------------------------------------------------------------
+
+    def _linger(self, key: _Key, flight: _Flight) -> None:
+        self._lingering[key] = flight
+        flight.quarantined = True
+        self._quarantined_bytes += flight.nbytes
+
+    def _release_quarantine(self, flight: _Flight) -> None:
+        if flight.quarantined:
+            flight.quarantined = False
+            self._quarantined_bytes -= flight.nbytes
+
+    def _prove(self, flight: _Flight, outcome: Outcome, source: bool, target: bool, error: Exception | None) -> None:
+        """Pass on what is newly known of a flight; end it where nothing is left to prove."""
+        source, target = source or flight.source_quiet, target or flight.target_quiet
+        grew = (source, target) != (flight.source_quiet, flight.target_quiet)
+        flight.source_quiet, flight.target_quiet = source, target
+        key = (flight.transfer, flight.sequence)
+        if source and target:
+            self._posted.pop(key, None)
+            self._lingering.pop(key, None)
+            self._release_quarantine(flight)
+            self._give_back(flight)
+            flight.peer.flights -= 1
+            self._forget_peer(flight.peer)
+        elif outcome is Outcome.DONE:
+            # a buffering transport: the source's part is over; the budget must return before the acknowledgement can come
+            self._posted.pop(key, None)
+            self._lingering[key] = flight
+            self._release_quarantine(flight)
+            self._give_back(flight)
+            flight.unproven = True
+        elif flight.told and not grew:
+            return
+        elif key not in self._lingering:
+            del self._posted[key]
+            self._linger(key, flight)
+        flight.told = True
+        if (source and target) or outcome is Outcome.TIMED_OUT:
+            self._count[outcome.value] += 1
+        self._news.completions.append(Completion(flight.transfer, flight.sequence, outcome, source, target, error))
+
+    def _expire(self, now: float) -> None:
+        while self._posted:
+            key, flight = next(iter(self._posted.items()))
+            if flight.deadline > now:
+                break
+            # T8, C6.1: reported once; the memory stays owned
+            self._prove(flight, Outcome.TIMED_OUT, False, False, TransportError(
+                f"T8: chunk {flight.sequence} of transfer {flight.transfer}, {self.peer} -> {flight.peer.id}, passed its"
+                f" deadline ({self._chunk_deadline:g} s) in state SUBMITTED. Not quiet: {flight.nbytes} bytes on either side"
+                f" are quarantined until it completes or {flight.peer.id} is fenced.",
+                peer=flight.peer.id, transfer=flight.transfer, sequence=flight.sequence, retained=flight.nbytes,
+            ))  # fmt: skip
+        for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:
+            connecting = peer.state is PeerState.CONNECTING
+            verb = "connect to" if connecting else "disconnect from"
+            self._lose(peer, ConnectError(
+                f"T2: {self.peer} could not {verb} {peer.id} within {self._connect_deadline:g} s", peer=peer.id
+            ))  # fmt: skip
+            if connecting:
+                self._foreign("disconnect", lambda id=peer.id: self._connector.disconnect(id), peer=peer.id)
+
+    def _waiting_for_proof(self, peer: PeerId) -> list[_Flight]:
+        """Flights to ``peer`` of which the plugin has said, or may have said, its last word without proving them quiet."""
+        return [
+            flight
+            for flight in self._lingering.values()
+            if flight.peer.id == peer and (flight.completed or flight.raised)
+        ]
+
+    # -- events from the plugin --------------------------------------------------------------------------------------------
+
+    def _filter(self, progress: Progress) -> None:
+        for completion in progress.completions:
+            self._on_completion(completion)
+        for receipt in progress.receipts:
+            self._on_receipt(receipt)
+        for event in progress.peers:
+            self._on_peer(event)
+
+    def _on_completion(self, completion: Completion) -> None:
+        key = (completion.transfer, completion.sequence)
+        flight = self._posted.get(key) or self._lingering.get(key)
+        if flight is None:
+            self._dropped["completion_unknown"] += 1
+        elif flight.completed:
+            self._dropped["completion_duplicate"] += 1
+        elif completion.outcome is Outcome.TIMED_OUT:
+            flight.completed = True  # core's own word: from a plugin it proves nothing
+            self._prove(flight, Outcome.FAILED, False, False, completion.error)
+        else:
+            flight.completed = True
+            self._prove(
+                flight, completion.outcome, completion.source_quiet, completion.target_quiet, completion.error
+            )
+
+    def _on_receipt(self, receipt: Receipt) -> None:
+        # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.
+        peer = self._peers.get(receipt.peer)
+        if self._current.get(receipt.peer.name, receipt.peer) != receipt.peer:
+            self._dropped["receipt_old_epoch"] += 1
+        elif peer is None:
+            self._dropped["receipt_unknown_peer"] += 1
+        elif peer.quiet:
+            self._dropped["receipt_after_fence"] += 1
+        else:
+            self._news.receipts.append(receipt)
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        peer = self._peers.get(event.peer)
+        if peer is None:
+            self._dropped["event_unknown_peer"] += 1
+        elif event.up:
+            if peer.state is not PeerState.CONNECTING:
+                self._dropped["event_up_again"] += 1
+                return
+            peer.state, peer.deadline, peer.was_up = PeerState.UP, math.inf, True
+            self._news.peers.append(event)
+        else:
+            self._lose(peer, event.error, quiet=event.quiet)
+
+    def _lose(self, peer: _Peer, error: Exception | None, quiet: bool = False) -> None:
+        """A peer is down, or is now also quiet; said once each."""
+        if peer.state is PeerState.DOWN and (peer.quiet or not quiet):
+            self._dropped["event_down_again"] += 1
+            return
+        peer.state, peer.deadline, peer.checked = PeerState.DOWN, math.inf, None
+        peer.quiet = quiet
+        self._news.peers.append(PeerEvent(peer.id, False, quiet, error))
+        if quiet:
+            # the transport's fence proves that nothing here is still read for it; what may still land there it cannot know
+            for flight in self._waiting_for_proof(peer.id):
+                self._prove(flight, Outcome.FAILED, True, False, error)
+        self._forget_peer(peer)
+
+    def _forget_peer(self, peer: _Peer) -> None:
+        # an old epoch is remembered until nothing of it can come any more
+        if peer.quiet and not peer.flights and self._current.get(peer.id.name) != peer.id:
+            self._peers.pop(peer.id, None)
+
+    # -- foreign code ------------------------------------------------------------------------------------------------------
+
+    def _revoke(self, transfer: TransferId) -> bool:
+        revoked = False
+
+        def call() -> None:
+            nonlocal revoked
+            revoked = self._connector.revoke(transfer) is True
+
+        self._foreign("revoke", call, transfer=transfer)
+        if revoked:
+            self._grants.pop(transfer, None)
+        return revoked
+
+    def _foreign(self, call: str, action: Callable[[], None], **facts: object) -> bool:
+        """Run one call into the plugin; an exception becomes a fault that ``poll`` reports.  Whether it went well."""
+        try:
+            action()
+        except Exception as error:
+            self._fault(call, error, **facts)
+            return False
+        return True
+
+    def _fault(self, call: str, error: Exception, **facts: object) -> None:
+        self._count["faults"] += 1
+        fault = ConnectorFault(
+            f"C6.3: {self._transport} raised in {call}(): {_text(error)}. What it was asked may not have happened.",
+            transport=self._transport, call=call, **facts,
+        )  # fmt: skip
+        fault.__cause__ = error
+        self._news.faults.append(fault)
+
+
+# -- what the guard keeps ------------------------------------------------------------------------------------------------
+
+_Key = tuple[TransferId, int]
+
+_COUNTERS = (
+    "chunks", "bytes", "segments", "receipts", "full", "faults", *(outcome.value for outcome in Outcome)
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One epoch of one peer, and what is under way to it."""
+
+    id: PeerId
+    bounds: _Bounds
+    #: When connecting or disconnecting must be over.
+    deadline: float
+    state: PeerState = PeerState.CONNECTING
+    was_up: bool = False
+    quiet: bool = False
+    #: Chunks, bytes and segments that hold budget; ``flights`` also counts the unproven ones.
+    chunks: int = 0
+    nbytes: int = 0
+    segments: int = 0
+    flights: int = 0
+    #: The last chunk that passed all checks and that the transport had no room for.
+    checked: Chunk | None = None
+    #: The pass in which the transport itself last refused a chunk for it.
+    refused_in: int = -2
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One accepted chunk until it is terminal.  The segments are the plugin's; only their size is kept."""
+
+    transfer: TransferId
+    sequence: int
+    peer: _Peer
+    nbytes: int
+    segments: int
+    deadline: float
+    source_quiet: bool = False
+    target_quiet: bool = False
+    #: The plugin has spoken its one completion.
+    completed: bool = False
+    #: ``submit`` raised: the plugin may speak or not.
+    raised: bool = False
+    #: The stage was told something.
+    told: bool = False
+    quarantined: bool = False
+    #: DONE, but the target is not proven quiet.
+    unproven: bool = False
+    holds_budget: bool = True
+
+
+@dataclass(slots=True)
+class _News:
+    """Events for the next ``poll``."""
+
+    completions: list[Completion] = field(default_factory=list)
+    receipts: list[Receipt] = field(default_factory=list)
+    peers: list[PeerEvent] = field(default_factory=list)
+    faults: list[KvbatonError] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.completions or self.receipts or self.peers or self.faults)
+
+
+class _Bounds:
+    """Region lengths as sorted columns, for bounds checks without a loop."""
+
+    def __init__(self, lengths: Mapping[int, int]) -> None:
+        self._ids = np.array(sorted(lengths), dtype=np.int64)
+        self._lengths = np.array([lengths[id] for id in sorted(lengths)], dtype=np.int64)
+
+    def check(self, segments: Segments, what: str, where: str) -> None:
+        """Raise :class:`~kvbaton.errors.SegmentError` for the first segment that is not wholly inside a region (C3.6)."""
+        if not len(segments):
+            return
+        if not self._ids.size:
+            raise SegmentError(f"C3.6: {what} has segments, {where} are empty. No byte moved.", segment=0)
+        at = np.minimum(np.searchsorted(self._ids, segments.region), self._ids.size - 1)
+        known = self._ids[at] == segments.region
+        room = self._lengths[at] - segments.length  # cannot overflow, unlike offset + length
+        bad = ~known | (segments.length <= 0) | (segments.offset < 0) | (segments.offset > room)
+        if bad.any():
+            first = int(np.argmax(bad))
+            region, offset, length = (
+                int(column[first]) for column in (segments.region, segments.offset, segments.length)
+            )
+            inside = f"has {int(self._lengths[at[first]])} bytes" if known[first] else f"is not among {where}"
+            raise SegmentError(
+                f"C3.6: {what}, segment {first}: {length} bytes at offset {offset} of region {region}, which {inside}."
+                " No byte moved.",
+                segment=first, region=region, offset=offset, length=length,
+            )  # fmt: skip
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
