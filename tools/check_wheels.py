@@ -1,0 +1,176 @@
+"""Builds every distribution and tries each from its wheel, alone, in an empty environment of its own.
+
+For each distribution: build the sdist, and the wheel from the sdist; look into the wheel (``py.typed``, licence, no
+stray files); install it with its dependencies and nothing else; import it and load its entry points; see that torch came
+along only where it is a declared dependency; then add what its tests need (its dependency group ``test``, first-party
+members taken from the wheels just built) and run its tests on a copy, so that nothing can come from the source tree.
+
+    python tools/check_wheels.py                 # all of them
+    python tools/check_wheels.py kvbaton         # only the named ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LOADS = """
+import importlib, importlib.metadata, importlib.util, sys
+name, package, torch = sys.argv[1:]
+where = importlib.import_module(package).__file__
+assert where and "site-packages" in where, f"{package} was imported from {where}, not from its wheel"
+for entry in importlib.metadata.distribution(name).entry_points:
+    if entry.group.startswith("kvbaton."):
+        entry.load()
+        print(f"  entry point {entry.group}: {entry.name} loads")
+found = importlib.util.find_spec("torch") is not None
+assert found == (torch == "torch"), f"torch is {'installed' if found else 'missing'}, against what {name} declares"
+"""
+
+
+class Unfit(Exception):
+    """A distribution is not fit to be published; the text says why."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One folder of the workspace that becomes a wheel."""
+
+    folder: Path
+    name: str
+    version: str
+    package: str
+    needs_torch: bool
+    test_needs: tuple[str, ...]
+
+    @property
+    def wheel(self) -> str:
+        """File name of its wheel, by the rules of the wheel format."""
+        return f"{self.package}-{self.version}-py3-none-any.whl"
+
+
+def distributions() -> list[Distribution]:
+    """All of the workspace, in the order of their folders."""
+    found = []
+    for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]):
+        content: dict[str, Any] = tomllib.loads(file.read_text())
+        project = content["project"]
+        names = [requirement.split(">")[0].split("~")[0].strip() for requirement in project.get("dependencies", ())]
+        found.append(
+            Distribution(
+                folder=file.parent,
+                name=project["name"],
+                version=project["version"],
+                package=project["name"].replace("-", "_"),
+                needs_torch="torch" in names,
+                test_needs=tuple(content.get("dependency-groups", {}).get("test", ())),
+            )
+        )
+    return found
+
+
+def run(command: Sequence[str | Path], cwd: Path, **environment: str) -> None:
+    """Run to the end with its output shown; a failure is Unfit."""
+    process = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if process.returncode:
+        raise Unfit(f"exit status {process.returncode} of: {' '.join(str(part) for part in command)[:300]}")
+
+
+def build(distribution: Distribution, into: Path) -> None:
+    """The sdist, then the wheel from the unpacked sdist: what the sdist lacks, the wheel lacks."""
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", into, distribution.folder], ROOT)
+    wheel = into / distribution.wheel
+    if not wheel.is_file():
+        raise Unfit(f"the build made no {distribution.wheel}: {sorted(path.name for path in into.iterdir())}")
+    info = f"{distribution.package}-{distribution.version}.dist-info"
+    names = zipfile.ZipFile(wheel).namelist()
+    for needed in (f"{distribution.package}/py.typed", f"{info}/licenses/LICENSE"):
+        if needed not in names:
+            raise Unfit(f"{distribution.wheel} lacks {needed}")
+    stray = [name for name in names if name.split("/")[0] not in (distribution.package, info)]
+    if stray:
+        raise Unfit(f"{distribution.wheel} holds files that are not its own: {stray}")
+
+
+def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch: Path) -> None:
+    """Install the wheel in a new environment, look at it, and run the distribution's tests against it."""
+    run([sys.executable, "-m", "venv", "--without-pip", "env"], scratch)
+    python = scratch / "env" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    constraints = {"PIP_CONSTRAINT": f"{ROOT / 'constraints.txt'} {first_party}"}
+    run([*install, wheels / distribution.wheel], scratch, **constraints)
+    torch = "torch" if distribution.needs_torch else "no torch"
+    run([python, "-I", "-c", LOADS, distribution.name, distribution.package, torch], scratch)
+    if not (distribution.folder / "tests").is_dir():
+        raise Unfit(f"{distribution.folder.relative_to(ROOT)} has no tests/: what shows that its wheel works?")
+    run([*install, *distribution.test_needs], scratch, **constraints)
+    run([sys.executable, "-m", "pip", "--python", python, "check"], scratch)
+    shutil.copytree(distribution.folder / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    pytest = [python, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", scratch, "-p", "no:cacheprovider"]
+    run([*pytest, "--hypothesis-profile=ci", "-q", scratch / "tests"], scratch)
+    run([python, "-I", "-c", LOADS, distribution.name, distribution.package, torch], scratch)
+
+
+def main() -> int:
+    """Exit status: 0 when every chosen distribution is fit."""
+    known = distributions()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="one of: " + ", ".join(d.name for d in known))
+    chosen = parser.parse_args().names or [distribution.name for distribution in known]
+    unknown = set(chosen) - {distribution.name for distribution in known}
+    if unknown:
+        parser.error(f"no such distribution: {', '.join(sorted(unknown))}")
+
+    failures: list[str] = []
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="kvbaton-wheels-") as temporary:
+        wheels = Path(temporary) / "dist"
+        wheels.mkdir()
+        first_party = Path(temporary) / "first-party.txt"
+        for distribution in known:
+            build(distribution, wheels)
+        # Our own names come from these wheels and from nowhere else, whatever an index offers under them.
+        first_party.write_text("".join(f"{d.name} @ {(wheels / d.wheel).as_uri()}\n" for d in known))
+        for distribution in known:
+            if distribution.name not in chosen:
+                continue
+            print(f"\n=== {distribution.name} {distribution.version}, from its wheel", flush=True)
+            scratch = Path(temporary) / distribution.package
+            scratch.mkdir()
+            started = time.monotonic()
+            try:
+                try_out(distribution, wheels, first_party, scratch)
+            except Unfit as reason:
+                failures.append(f"{distribution.name}: {reason}")
+            shutil.rmtree(scratch)
+            lines.append(f"{distribution.name:24} {time.monotonic() - started:6.0f} s")
+    print("\n" + "\n".join(lines))
+    for failure in failures:
+        print(f"UNFIT {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Unfit as reason:
+        sys.exit(f"UNFIT {reason}")
