@@ -1,9 +1,10 @@
 """Builds every distribution and tries each from its wheel, alone, in an empty environment of its own.
 
 For each distribution: build the sdist, and the wheel from the sdist; look into the wheel (``py.typed``, licence, no
-stray files); install it with its dependencies and nothing else; import it and load its entry points; see that torch came
-along only where it is a declared dependency; then add what its tests need (its dependency group ``test``, first-party
-members taken from the wheels just built) and run its tests on a copy, so that nothing can come from the source tree.
+stray files); install it with its dependencies and nothing else; import it and load its entry points; see that torch
+came along only where it is a declared dependency; then add what its tests need (its dependency group ``test``,
+first-party members taken from the wheels just built) and run its tests on a copy, so that nothing can come from the
+source tree.
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones
