@@ -31,7 +31,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
-from pydantic_settings.exceptions import SettingsError as _ForeignSettingsError
+from pydantic_settings import SettingsError as _ForeignSettingsError
 
 from kvbaton.errors import SettingsError, closest
 
@@ -282,14 +282,14 @@ def load(
 
     ``config`` is a TOML file, or JSON where its name ends in ``.json``.  ``overrides`` (the command line's) and
     ``defaults`` (an application's own) are nested mappings or have dotted keys such as ``"transport.options.seed"``.
-    ``env`` is usually ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  ``flags`` names the command
-    line flag behind a dotted key, for messages.
+    ``env`` is usually ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  ``flags`` names the
+    command line flag behind a dotted key, for messages.
 
     Plugin options are merged key by key, except where a higher layer names another plugin than a lower one: the lower
     layer's options were meant for that one and are dropped.
 
-    Raises :class:`~kvbaton.errors.SettingsError`, which names the file with its line, the variable or the flag, and says
-    what to do.  Facts: ``key``, ``origin``.
+    Raises :class:`~kvbaton.errors.SettingsError`, which names the file with its line, the variable or the flag, and
+    says what to do.  Facts: ``key``, ``origin``.
     """
     layers: list[dict[tuple[str, ...], _Given]] = [
         {key: _Given(value, _DEFAULT) for key, value in _leaves(_nested(defaults or {}, {}))},
@@ -505,7 +505,7 @@ def _explained(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) 
     more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
     value = given[key].value if key in given else fault["input"]
     shown = "" if isinstance(value, (BaseModel, Mapping)) else f" = {_shown(value)}"
-    message = f"{_place(origin)}{'.'.join(key)}{shown}: {_reason(fault)}{more}"
+    message = f"{_place(origin)}{'.'.join(key)}{shown}: {reason_of(fault)}{more}"
     return SettingsError(message, key=".".join(key), origin=origin)
 
 
@@ -540,7 +540,8 @@ def _shown(value: object) -> str:
     return json.dumps(value) if isinstance(value, (str, int, float, bool, list)) else str(value)
 
 
-def _reason(fault: ErrorDetails) -> str:
+def reason_of(fault: ErrorDetails) -> str:
+    """What is wrong with a value, in the operator's words."""
     context = fault.get("ctx", {})
     match fault["type"]:
         case "int_parsing" | "int_type" | "int_from_float":

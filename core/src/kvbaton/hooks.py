@@ -1,0 +1,242 @@
+"""What an outsider may listen to, and what it may decide.
+
+:class:`Specifications` lists every hook and says when it runs.  An observer is any object (a module, an instance) with
+methods of those names, marked with :data:`hookimpl`; a method takes the arguments it wants, by name.  Observers are given
+to ``PDRuntime.start(..., hooks=[...])`` or found under the entry-point group ``kvbaton.hooks``.  kvbaton's own displays
+and exporters are ordinary observers.
+
+Hooks run at the granularity of milestones, never on the byte path: not per chunk, per segment or per pass of the pump.
+They run on the thread that learns of the event, so an observer must be quick and must not call back into the runtime.  An
+observer that raises is isolated: it is reported once, by name, and everything else goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from kvbaton.errors import PluginBroken, closest
+
+if TYPE_CHECKING:
+    from kvbaton.identity import PeerId, RequestKey, TransferId
+    from kvbaton.runtime import RequestRecord
+
+PROJECT = "kvbaton"
+GROUP = "kvbaton.hooks"
+_PREFIX = "kvbaton_"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+#: Marks a method as an implementation of the hook of its name.
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What a routing policy sees of one stage: its name, live transfers on it, and the credits that are left (C2.4)."""
+
+    name: str
+    transfers: int
+    blocks_free: int
+    slots_free: int
+
+
+class Specifications:
+    """Every hook.  ``at`` is seconds of the coordinator's monotonic clock."""
+
+    @hookspec
+    def kvbaton_request_added(self, request: RequestKey, prompt_tokens: int, at: float) -> None:
+        """A request was taken and waits for admission."""
+
+    @hookspec
+    def kvbaton_milestone(
+        self, transfer: TransferId, request: RequestKey, stage: str, milestone: str, at: float
+    ) -> None:
+        """A transfer reached ``milestone`` (a name of C4, such as ``RECEIVED``), on the evidence of ``stage``.
+
+        Runs once for each milestone of a transfer, when the coordinator learns of it.
+        """
+
+    @hookspec
+    def kvbaton_request_finished(self, record: RequestRecord) -> None:
+        """A request is terminal for its caller: finished, cancelled or failed.  Runs exactly once per request.
+
+        Its memory may still be draining: that is what ``RETIRED`` milestones tell.
+        """
+
+    @hookspec
+    def kvbaton_fault(
+        self, error: Exception, transfer: TransferId | None, request: RequestKey | None, stage: str | None
+    ) -> None:
+        """Something failed, with its first cause (C6.3): a transfer, or a whole stage (then ``transfer`` is None)."""
+
+    @hookspec
+    def kvbaton_peer_up(self, peer: PeerId) -> None:
+        """A stage has started and its connector is connected to every peer."""
+
+    @hookspec
+    def kvbaton_peer_lost(self, peer: PeerId, cause: str) -> None:
+        """A stage's channel or process is gone; final (C6.4).  Not yet a fence: its memory is still held."""
+
+    @hookspec
+    def kvbaton_peer_fenced(self, peer: PeerId) -> None:
+        """A lost or stopped stage was joined and its peers closed their connections: nothing of it can arrive now."""
+
+    @hookspec
+    def kvbaton_message_dropped(self, family: str, reason: str, peer: str | None) -> None:
+        """A control message was refused or ignored: malformed, late, repeated, of an unknown transfer (C1.2, C9.3)."""
+
+    @hookspec(firstresult=True)
+    def kvbaton_choose_pair(
+        self, request: RequestKey, prompt_tokens: int, prefill: Sequence[StageLoad], decode: Sequence[StageLoad]
+    ) -> tuple[str, str] | None:
+        """Which prefill and decode stage a request gets, as a pair of names out of the candidates.
+
+        Runs when a request is about to be admitted; every candidate is up and has the credits it needs.  ``None`` leaves
+        the choice to the next policy and at last to kvbaton (the least loaded).  The first answer counts.
+        """
+
+
+#: The names of all hooks.
+HOOKS = tuple(sorted(name for name in vars(Specifications) if name.startswith(_PREFIX)))
+
+
+class _Manager(pluggy.PluginManager):
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        options = super().parse_hookimpl_opts(plugin, name)
+        if options is None and name.startswith(_PREFIX) and callable(getattr(plugin, name, None)):
+            # the name alone is meant seriously: without this, a forgotten marker is an observer that is never called
+            return pluggy.HookimplOpts(
+                wrapper=False, hookwrapper=False, optionalhook=False, tryfirst=False, trylast=False, specname=None
+            )
+        return options
+
+
+class Hooks:
+    """The observers of one runtime, and the guarded way to reach them.
+
+    Threading: observers are added before the runtime starts; afterwards every method may be called from any thread.
+    """
+
+    def __init__(self, observers: Sequence[object] = ()) -> None:
+        """Raises :class:`~kvbaton.errors.PluginBroken` where an observer implements a hook that does not exist."""
+        self._manager = _Manager(PROJECT)
+        self._manager.add_hookspecs(Specifications)
+        self._lock = threading.Lock()
+        #: Observer's name to the number of times it raised.
+        self.failures: dict[str, int] = {}
+        for observer in observers:
+            self.add(observer)
+
+    def add(self, observer: object, name: str | None = None) -> None:
+        """Register an observer; the newest is told first.
+
+        Raises :class:`~kvbaton.errors.PluginBroken`, and registers nothing, where it implements a hook that does not
+        exist, asks for an argument that a hook does not have, or wraps.
+        """
+        name = name or _name_of(observer)
+        unique, copies = name, 1
+        while self._manager.has_plugin(unique):
+            copies += 1
+            unique = f"{name}-{copies}"
+        try:
+            self._manager.register(observer, unique)
+            for caller in self._manager.get_hookcallers(observer) or ():
+                for implementation in caller.get_hookimpls():
+                    if implementation.plugin is observer:
+                        _check(caller, implementation)
+        except (pluggy.PluginValidationError, ValueError, _RefusedError) as error:
+            if self._manager.is_registered(observer) and self._manager.get_name(observer) == unique:
+                self._manager.unregister(observer)
+            raise PluginBroken(f"observer {name}: {error}", name=name, distribution=None) from error
+
+    def add_installed(self) -> None:
+        """Register what installed distributions offer under ``kvbaton.hooks``, one by one.
+
+        One that cannot be imported or does not fit is reported, with its distribution, and left out: an observer must
+        not keep a deployment from running.
+        """
+        from importlib.metadata import entry_points  # not cheap, and not everybody's
+
+        for entry in entry_points(group=GROUP):
+            source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+            try:
+                self.add(entry.load(), entry.name)
+            except Exception as error:
+                _log.error("observer %s of %s is left out: %s: %s", entry.name, source, type(error).__name__, error)
+
+    def tell(self, hook: str, **facts: Any) -> None:
+        """Call every implementation of an observing hook with ``facts``.  Never raises because of an observer."""
+        for implementation in self._implementations(hook):
+            self._call(hook, implementation, facts)
+
+    def choose_pair(
+        self, request: RequestKey, prompt_tokens: int, prefill: Sequence[StageLoad], decode: Sequence[StageLoad]
+    ) -> tuple[str, str] | None:
+        """The first policy's choice; None where none has one.  A policy that raises or names no candidate has none."""
+        facts = {"request": request, "prompt_tokens": prompt_tokens, "prefill": prefill, "decode": decode}
+        for implementation in self._implementations("kvbaton_choose_pair"):
+            choice = self._call("kvbaton_choose_pair", implementation, facts)
+            if choice is None:
+                continue
+            known = {(p.name, d.name) for p in prefill for d in decode}
+            try:
+                pair = tuple(choice)
+                if pair in known:
+                    return pair[0], pair[1]
+            except TypeError:  # not a pair, or of things that cannot be compared with names
+                pass
+            error = ValueError(f"returned {choice!r}, which is no pair out of the candidates")
+            self._report("kvbaton_choose_pair", implementation.plugin_name, error)
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._manager.get_plugins())
+
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        return getattr(self._manager.hook, hook).get_hookimpls()[::-1]  # type: ignore[no-any-return]
+
+    def _call(self, hook: str, implementation: pluggy.HookImpl, facts: dict[str, Any]) -> Any:
+        # one by one: pluggy's own call stops at the first implementation that raises
+        try:
+            return implementation.function(*(facts[name] for name in implementation.argnames))
+        except Exception as error:
+            self._report(hook, implementation.plugin_name, error)
+            return None
+
+    def _report(self, hook: str, name: str, error: Exception) -> None:
+        with self._lock:
+            seen = self.failures.get(name, 0)
+            self.failures[name] = seen + 1
+        if not seen:
+            _log.error(
+                "observer %s failed in %s (%s: %s); it stays registered, and this is said once",
+                name, hook, type(error).__name__, error, exc_info=error,
+            )  # fmt: skip
+
+
+class _RefusedError(Exception):
+    """Why an observer was not registered."""
+
+
+def _check(caller: pluggy.HookCaller, implementation: pluggy.HookImpl) -> None:
+    if caller.spec is None:
+        if implementation.optionalhook:  # pluggy's own word for a hook of another version
+            return
+        raise _RefusedError(f"there is no hook {caller.name}.{closest(caller.name, HOOKS)} Hooks: {', '.join(HOOKS)}")
+    if implementation.wrapper or implementation.hookwrapper:
+        raise _RefusedError(f"{caller.name} cannot be wrapped: observers are called one by one")
+
+
+def _name_of(observer: object) -> str:
+    if isinstance(observer, ModuleType):
+        return observer.__name__
+    kind = observer if isinstance(observer, type) else type(observer)
+    return f"{kind.__module__}.{kind.__qualname__}"
