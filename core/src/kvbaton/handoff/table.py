@@ -1,0 +1,208 @@
+"""The state tables of the hand-off: phases, legal transitions, and what every event does in every phase.
+
+This is data.  The machines check each change of phase against :data:`LEGAL_SOURCE`, :data:`LEGAL_DESTINATION` and
+:data:`LEGAL_COORDINATOR`; the tests drive every cell of :data:`SOURCE`, :data:`DESTINATION` and :data:`COORDINATOR`; the docs draw
+their diagrams and tables from here.
+
+A cell lists what may happen, separated by ``|``; each is ``phase; messages`` where ``=`` is the same phase and ``none`` is no
+record.  ``ignore``: late, repeated or about nobody (C7.4), nothing changes.  ``violation``: cannot be true, refused (C7.2).
+``-``: cannot occur.  Messages of C carry their receiver (``Ack>P``); an outcome told to the caller reads ``finished``,
+``cancelled`` or ``failed``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+
+class SourcePhase(enum.Enum):
+    """Of a transfer at P.  No record: unknown or retired."""
+
+    PREFILLING = "PREFILLING"
+    COMMITTED = "COMMITTED"
+    DRAINING = "DRAINING"
+
+
+class DestinationPhase(enum.Enum):
+    """Of a transfer at D.  A record exists exactly while D holds memory for it, or has asked its engine to."""
+
+    RESERVING = "RESERVING"
+    RESERVED = "RESERVED"
+    HELD = "HELD"
+    RECEIVED = "RECEIVED"
+    IMPORTED = "IMPORTED"
+    ACTIVE = "ACTIVE"
+    CLOSING = "CLOSING"
+
+
+class CoordinatorPhase(enum.Enum):
+    """Of a request (WAITING) or of one of its generations at C.  Forgotten when ENDED and neither credit is out."""
+
+    WAITING = "WAITING"
+    RESERVING = "RESERVING"
+    PREFILLING = "PREFILLING"
+    COMMITTED = "COMMITTED"
+    RECEIVED = "RECEIVED"
+    ENDED = "ENDED"
+
+
+class PeerStatus(enum.Enum):
+    """Of a stage at C.  LOST: its channel is gone, which is final and frees nothing.  FENCED: its process was joined (C6.4)."""
+
+    UP = "UP"
+    LOST = "LOST"
+    FENCED = "FENCED"
+
+
+class ChunkState(enum.Enum):
+    """Of a chunk at P.  A settled chunk is not kept.  *Quiet* = no chunk is left and the engine is done with the transfer."""
+
+    #: The device may still be writing its source.
+    COMPUTING = "computing"
+    #: Computed, not yet taken by the transport.
+    READY = "ready"
+    #: The transport owns both sides.
+    POSTED = "posted"
+    #: Past its deadline, or failed without proof: both sides stay owned (T8).
+    EXPIRED = "expired"
+    #: The source is not read any more; the target may still be written.
+    SENT = "sent"
+    #: The target is not written any more; the source may still be read.
+    PINNED = "pinned"
+
+
+class Milestones:
+    """Names of milestones (C4).  Each is its own event with its own evidence; none stands in for another."""
+
+    PLACED: Final = "placed"
+    RESERVED: Final = "reserved"
+    PREFILL_STARTED: Final = "prefill_started"
+    SOURCE_READY: Final = "source_ready"
+    SUBMITTED: Final = "submitted"
+    COMMITTED: Final = "committed"
+    RECEIVED: Final = "received"
+    ACKNOWLEDGED: Final = "acknowledged"
+    IMPORTED: Final = "imported"
+    ACTIVATED: Final = "activated"
+    FINISHED: Final = "finished"
+    SOURCE_RETIRED: Final = "source_retired"
+    DESTINATION_RETIRED: Final = "destination_retired"
+
+
+Phase = TypeVar("Phase", bound=enum.Enum)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One thing that may happen in a cell: a verdict (``apply``, ``ignore``, ``violation``), the next phase, the messages."""
+
+    verdict: str
+    phase: str
+    sends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table(Generic[Phase]):
+    """What each event does in each phase: ``rows[event][i]`` belongs to ``phases[i]`` (None: no record)."""
+
+    title: str
+    phases: tuple[Phase | None, ...]
+    rows: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        for event, cells in self.rows.items():
+            if len(cells) != len(self.phases):
+                raise ValueError(f"{self.title}: {event!r} has {len(cells)} cells for {len(self.phases)} phases")
+
+    def cells(self) -> Iterator[tuple[str, Phase | None, tuple[Outcome, ...]]]:
+        """Every (event, phase, what may happen); an impossible cell has nothing that may happen."""
+        for event, row in self.rows.items():
+            for phase, cell in zip(self.phases, row, strict=True):
+                yield event, phase, outcomes(cell, phase)
+
+
+def outcomes(cell: str, phase: enum.Enum | None) -> tuple[Outcome, ...]:
+    """A cell's text, taken apart."""
+    if cell == "-":
+        return ()
+    here = "none" if phase is None else phase.name
+    found = []
+    for option in cell.split(" | "):
+        word, _, sends = option.partition("; ")
+        messages = tuple(sends.split(" + ")) if sends else ()
+        if word in ("ignore", "violation"):
+            found.append(Outcome(word, here, messages))
+        else:
+            found.append(Outcome("apply", here if word == "=" else word, messages))
+    return tuple(found)
+
+
+_S, _D, _C = SourcePhase, DestinationPhase, CoordinatorPhase
+
+#: P: (from, to); None is "no record".
+LEGAL_SOURCE: Final = frozenset({
+    (None, _S.PREFILLING),
+    (_S.PREFILLING, _S.COMMITTED), (_S.PREFILLING, _S.DRAINING),
+    (_S.COMMITTED, _S.DRAINING),
+    (_S.DRAINING, None),
+})  # fmt: skip
+
+#: D: (from, to).
+LEGAL_DESTINATION: Final = frozenset({
+    (None, _D.RESERVING),
+    (_D.RESERVING, _D.RESERVED), (_D.RESERVING, None),
+    (_D.RESERVED, _D.HELD), (_D.RESERVED, _D.RECEIVED), (_D.RESERVED, None),
+    (_D.HELD, None),
+    (_D.RECEIVED, _D.IMPORTED), (_D.RECEIVED, _D.CLOSING), (_D.RECEIVED, None),
+    (_D.IMPORTED, _D.ACTIVE), (_D.IMPORTED, _D.CLOSING),
+    (_D.ACTIVE, _D.CLOSING),
+    (_D.CLOSING, None),
+})  # fmt: skip
+
+#: C: (from, to).  A placed request leaves WAITING and its generation begins in RESERVING.
+LEGAL_COORDINATOR: Final = frozenset({
+    (None, _C.WAITING), (_C.WAITING, _C.RESERVING), (_C.WAITING, None),
+    (_C.RESERVING, _C.PREFILLING), (_C.RESERVING, _C.ENDED),
+    (_C.PREFILLING, _C.COMMITTED), (_C.PREFILLING, _C.ENDED),
+    (_C.COMMITTED, _C.RECEIVED), (_C.COMMITTED, _C.ENDED),
+    (_C.RECEIVED, _C.ENDED),
+    (_C.ENDED, None),
+})  # fmt: skip
+
+
+SOURCE: Final = Table(
+    "P, per transfer",
+    (None, _S.PREFILLING, _S.COMMITTED, _S.DRAINING),
+    {
+        "Prefill": ("PREFILLING", "violation; Failed", "violation; Failed", "violation"),
+        "Prefill, replayed": ("ignore", "ignore", "ignore", "ignore"),
+        "Prefill, after Stop": ("violation", "-", "-", "-"),
+        "Ack": ("ignore", "violation; Failed", "DRAINING | none; Retired", "ignore"),
+        "Cancel": ("ignore", "DRAINING | none; Retired", "DRAINING | none; Retired", "ignore"),
+        "Stop": ("ignore", "DRAINING | none; Retired", "DRAINING | none; Retired", "ignore"),
+        "computed": ("ignore", "=; Progress", "-", "ignore"),
+        "source ready": ("ignore", "=", "ignore", "= | none; Retired"),
+        "submitted": ("violation", "= | COMMITTED; Commit", "violation", "violation"),
+        "done, terminal": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
+        "done, target not quiet": ("ignore", "= | ignore", "= | ignore", "= | ignore"),
+        "failed, terminal": (
+            "ignore", "DRAINING; Failed | none; Failed + Retired | ignore",
+            "DRAINING; Failed | none; Failed + Retired | ignore", "= | none; Retired | ignore",
+        ),
+        "deadline or failed unproven": ("ignore", "DRAINING; Failed | ignore", "DRAINING; Failed | ignore", "= | ignore"),
+        "suspended": ("ignore", "ignore", "ignore", "= | none; Retired"),
+        "engine refused": ("ignore", "none; Failed + Retired", "ignore", "none; Retired | ignore"),
+        "engine failed": ("ignore", "DRAINING; Failed | none; Failed + Retired", "ignore", "ignore"),
+        "destination down": (
+            "=; PeerDown", "DRAINING; PeerDown + Failed", "=; PeerDown | DRAINING; PeerDown + Failed",
+            "=; PeerDown",
+        ),
+        "destination joined (Disconnect)": (
+            "=", "DRAINING; Failed", "= | DRAINING; Failed", "= | none; Retired",
+        ),
+        "quarantine bound": ("=; Fatal", "=; Fatal", "=; Fatal", "=; Fatal"),
+    },
+)  # fmt: skip
