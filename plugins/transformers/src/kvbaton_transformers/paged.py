@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Cache
 
+from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.geometry import Component, KVGeometry, Plane
 
 #: Final payload of a slot: the hidden state, then this many bytes whose first element is the exit depth.  Sixteen keep
@@ -170,7 +172,8 @@ class RowIndex:
 class PagedKV:
     """The tensors of one cache.
 
-    ``keys[plane]``, ``values[plane]``: ``[block, layer, token, kv_head, head_dim]``; ``final``: ``[slot, hidden + trailer]``.
+    ``keys[plane]``, ``values[plane]``: ``[block, layer, token, kv_head, head_dim]``; ``final``: ``[slot, hidden + trailer]``;
+    ``tensors``: all of them by region id.
 
     Ownership: the caller of every method says which blocks and slots, and owns them for as long as device work runs.
     Threading: the engine's thread.
@@ -186,19 +189,23 @@ class PagedKV:
         """
         self.spec = spec
         self.device = torch.device(device)
-        self._tensors = {
+        self.tensors = {
             region: torch.zeros(shape, dtype=spec.shape.dtype, device=self.device)
             if buffers is None
             else buffers[region][: spec.region_bytes()[region]].view(spec.shape.dtype).view(shape)
             for region, shape in spec.tensor_shapes().items()
         }
-        self.keys = [self._tensors[2 * plane] for plane in range(spec.planes)]
-        self.values = [self._tensors[2 * plane + 1] for plane in range(spec.planes)]
-        self.final = self._tensors[spec.final_region]
+        self.keys = [self.tensors[2 * plane] for plane in range(spec.planes)]
+        self.values = [self.tensors[2 * plane + 1] for plane in range(spec.planes)]
+        self.final = self.tensors[spec.final_region]
 
-    def regions(self) -> list[tuple[int, torch.Tensor]]:
-        """``(region id, tensor)`` for every tensor, each contiguous, in order of id: what to register."""
-        return sorted(self._tensors.items())
+    def regions(self) -> list[MemoryRegion]:
+        """The memory to register: one region per tensor, in order of id, each owned by its tensor."""
+        kind: MemoryKind = "cuda" if self.device.type == "cuda" else "host"
+        return [
+            MemoryRegion(region, kind, tensor.device.index or 0, tensor.data_ptr(), tensor.nbytes, tensor)
+            for region, tensor in sorted(self.tensors.items())
+        ]
 
     def write_final(self, slot: int, hidden: torch.Tensor, depth: int) -> None:
         """Put a final payload into ``slot``: ``hidden`` (``[hidden]``) and the exit depth of its token (1, 2, ...)."""
@@ -222,6 +229,25 @@ class PagedKV:
         """Copy a whole block within a plane, all layers."""
         self.keys[plane][target] = self.keys[plane][source]
         self.values[plane][target] = self.values[plane][source]
+
+
+class _Exposed:
+    """Memory of a region in the forms that numpy and torch read; whoever reads it keeps the region alive."""
+
+    def __init__(self, region: MemoryRegion) -> None:
+        self._region = region
+        interface = {"shape": (region.length,), "typestr": "|u1", "data": (region.address, False), "version": 3}
+        if region.kind == "cuda":
+            self.__cuda_array_interface__ = interface
+        else:
+            self.__array_interface__ = interface
+
+
+def tensor_over(region: MemoryRegion) -> torch.Tensor:
+    """The bytes of ``region``, shared, as a uint8 tensor on its device that keeps the region alive."""
+    if region.kind == "cuda":
+        return torch.as_tensor(_Exposed(region), device=f"cuda:{region.device}")
+    return torch.from_numpy(np.asarray(_Exposed(region)))
 
 
 class PagedCache(Cache):

@@ -52,8 +52,8 @@ def _draw(logits: torch.Tensor, params: SamplingParams, drawn: int) -> int:
     order = np.argsort(-row, kind="stable")
     if params.top_k:
         order = order[: params.top_k]
-    scaled = (row[order] - row[order[0]]) / params.temperature
-    weights = np.cumsum(np.exp(scaled))
+    with np.errstate(over="ignore"):  # a tiny temperature: everything but the best weighs nothing
+        weights = np.cumsum(np.exp((row[order] - row[order[0]]) / params.temperature))
     kept = len(weights)
     if params.top_p < 1.0:
         kept = int(np.searchsorted(weights, params.top_p * weights[-1], side="left")) + 1
