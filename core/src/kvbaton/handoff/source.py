@@ -153,8 +153,6 @@ class Source:
             return [Ignored(transfer, "Ack", "unknown transfer")]
         if record.phase is _PREFILLING:
             return self._violated(record, "C7.2", "Ack before Commit")
-        if record.acked:
-            return [Ignored(transfer, "Ack", "repeated")]
         known = record.phase is _DRAINING
         proved = record.unproven
         self._prove_targets(record)
@@ -314,11 +312,13 @@ class Source:
             return [Ignored(transfer, "completion", "unknown transfer")]
         state = record.chunks.get(sequence)
         timed_out = completion.outcome is ChunkOutcome.TIMED_OUT
+        after: ChunkState | None
         source_quiet = completion.source_quiet or state is _SENT
         target_quiet = completion.target_quiet or state is _PINNED or record.acked
-        after = (_SENT if source_quiet else _PINNED if target_quiet else _EXPIRED)  # fmt: skip
-        if source_quiet and target_quiet:
-            after = None
+        if source_quiet:
+            after = None if target_quiet else _SENT
+        else:
+            after = _PINNED if target_quiet else _EXPIRED
         if state not in (_POSTED, _EXPIRED, _SENT, _PINNED) or (state is after) or (timed_out and state is not _POSTED):
             return [Ignored(transfer, "completion", f"chunk {sequence} is not outstanding")]
         self._set(record, sequence, after)

@@ -57,6 +57,20 @@ class PeerStatus(enum.Enum):
     FENCED = "FENCED"
 
 
+class PeerLink(enum.Enum):
+    """D's end of the connection from a writer."""
+
+    UP = "up"
+    #: Went down by itself, without a fence.
+    DOWN = "down"
+    #: C said Disconnect: its process is dead, what had arrived is being applied.
+    CLOSING = "closing"
+    #: Nothing of it can still be written here.
+    QUIET = "quiet"
+    #: It was closed and the transport cannot prove quiet.
+    UNPROVEN = "unproven"
+
+
 class ChunkState(enum.Enum):
     """Of a chunk at P.  A settled chunk is not kept.  *Quiet* = no chunk is left and the engine is done with the transfer."""
 
