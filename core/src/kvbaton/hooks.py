@@ -1,13 +1,13 @@
 """What an outsider may listen to, and what it may decide.
 
 :class:`Specifications` lists every hook and says when it runs.  An observer is any object (a module, an instance) with
-methods of those names, marked with :data:`hookimpl`; a method takes the arguments it wants, by name.  Observers are given
-to ``PDRuntime.start(..., hooks=[...])`` or found under the entry-point group ``kvbaton.hooks``.  kvbaton's own displays
-and exporters are ordinary observers.
+methods of those names, marked with :data:`hookimpl`; a method takes the arguments it wants, by name.  Observers are
+given to ``PDRuntime.start(..., hooks=[...])`` or found under the entry-point group ``kvbaton.hooks``.  kvbaton's own
+displays and exporters are ordinary observers.
 
 Hooks run at the granularity of milestones, never on the byte path: not per chunk, per segment or per pass of the pump.
-They run on the thread that learns of the event, so an observer must be quick and must not call back into the runtime.  An
-observer that raises is isolated: it is reported once, by name, and everything else goes on.
+They run on the thread that learns of the event, so an observer must be quick and must not call back into the runtime.
+An observer that raises is isolated: it is reported once, by name, and everything else goes on.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Specifications:
     ) -> tuple[str, str] | None:
         """Which prefill and decode stage a request gets, as a pair of names out of the candidates.
 
-        Runs when a request is about to be admitted; every candidate is up and has the credits it needs.  ``None`` leaves
-        the choice to the next policy and at last to kvbaton (the least loaded).  The first answer counts.
+        Runs when a request is about to be admitted; every candidate is up and has the credits it needs.  ``None``
+        leaves the choice to the next policy and at last to kvbaton (the least loaded).  The first answer counts.
         """
 
 

@@ -1,0 +1,479 @@
+"""Choosing one connector or one engine, and saying plainly why not.
+
+A plugin is named by its entry point (groups ``kvbaton.connectors`` and ``kvbaton.engines``), by ``module:object``, or
+given as an instance.  stevedore loads the one driver; what is installed is asked of ``importlib.metadata`` each time,
+because stevedore's own listing is cached on disk, serves stale names after a reinstall and lost the distribution.
+
+Every refusal is a :class:`~kvbaton.errors.PluginError` that names the plugin, the distribution it came from and what
+to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final, Literal, cast
+
+from pydantic import BaseModel, ValidationError
+from stevedore.driver import DriverManager
+
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need
+from kvbaton.engine import ENGINE_API_VERSION, EnginePlugin
+from kvbaton.errors import (
+    EngineNotFound,
+    OptionsError,
+    PluginBroken,
+    PluginConflict,
+    PluginNotFound,
+    PluginUnavailable,
+    TransportNotFound,
+    closest,
+)
+from kvbaton.hooks import GROUP as HOOKS_GROUP
+from kvbaton.hooks import Hooks
+from kvbaton.settings import EngineSettings, Settings, TransportSettings, reason_of
+
+CONNECTORS: Final = "kvbaton.connectors"
+ENGINES: Final = "kvbaton.engines"
+AUTO: Final = "auto"
+
+#: First-party names and the distributions that bring them.
+FIRST_PARTY: Final[Mapping[str, Mapping[str, str]]] = {
+    CONNECTORS: {
+        "loopback": "kvbaton-loopback",
+        "nixl": "kvbaton-nixl",
+        "cuda_ipc": "kvbaton-cuda-ipc",
+        "ucx": "kvbaton-ucx",
+    },
+    ENGINES: {"transformers": "kvbaton-transformers"},
+}
+
+_WORD = {CONNECTORS: "transport", ENGINES: "engine"}
+_SETTING = {CONNECTORS: "transport", ENGINES: "engine"}
+_MEMBERS = {CONNECTORS: ("probe", "open"), ENGINES: ("check", "tokenizer", "open")}
+_VERSION = {CONNECTORS: API_VERSION, ENGINES: ENGINE_API_VERSION}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A transport that was chosen together with how the stages are launched."""
+
+    plugin: ConnectorPlugin
+    options: Any
+    need: Need
+    launch: Literal["inproc", "process"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRow:
+    """One line of ``kvbaton plugins``."""
+
+    kind: Literal["connector", "engine", "hooks"]
+    name: str
+    distribution: str
+    version: str
+    available: bool
+    reason: str = ""
+    remedy: str = ""
+    capabilities: Capabilities | None = None
+    #: Option name to its JSON schema (type, default, description).
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    plugin: Any
+    name: str
+    #: ``kvbaton-loopback 0.1.0``; empty for an instance.
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.source})" if self.source else self.name
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+
+def choose_connector(
+    transport: TransportSettings | ConnectorPlugin | str, need: Need, options: object = None
+) -> tuple[ConnectorPlugin, Any]:
+    """The one connector that is asked for, usable here for ``need``, and a valid instance of its ``Options``.
+
+    ``options`` is for callers without settings: a mapping, or an instance of ``Options``.  ``"auto"`` takes the best
+    usable one and logs each candidate with its reason.
+
+    Raises :class:`~kvbaton.errors.TransportNotFound`, :class:`~kvbaton.errors.PluginConflict`,
+    :class:`~kvbaton.errors.PluginBroken`, :class:`~kvbaton.errors.OptionsError` or
+    :class:`~kvbaton.errors.PluginUnavailable`.  Nothing is opened.
+    """
+    named: object = transport
+    if isinstance(transport, TransportSettings):
+        named, options = transport.name, transport.options
+    if named == AUTO:
+        if options:
+            raise OptionsError(
+                f"transport.options are given ({', '.join(_keys(options))}) but transport.name is auto: name the"
+                " transport that they are for",
+                name=AUTO, option=None,
+            )  # fmt: skip
+        loaded = _best(need)
+    else:
+        loaded = _resolve(CONNECTORS, named)
+    # options first: a misspelt one is found even where the transport cannot be used
+    valid = _validated(CONNECTORS, loaded, options)
+    if named != AUTO:
+        refusal = _refusal(loaded, need)
+        if refusal is not None:
+            raise refusal
+    return loaded.plugin, valid
+
+
+def choose_engine(engine: EngineSettings | EnginePlugin | str, options: object = None) -> tuple[EnginePlugin, Any]:
+    """The engine that is asked for and a valid instance of its ``Options``.  Nothing is opened, no framework imported.
+
+    Raises :class:`~kvbaton.errors.EngineNotFound` and the others of :func:`choose_connector`.
+    """
+    named: object = engine
+    if isinstance(engine, EngineSettings):
+        named, options = engine.name, engine.options
+    loaded = _resolve(ENGINES, named)
+    return loaded.plugin, _validated(ENGINES, loaded, options)
+
+
+def choose_placement(settings: Settings, connector: ConnectorPlugin | None = None) -> Placement:
+    """Transport and launch together, because ``stages.launch = "auto"`` depends on what the transport reaches.
+
+    ``connector`` is an instance that takes the place of ``transport.name``.  ``auto`` prefers a process per stage, and
+    takes threads of this process where the transport reaches no further.  Raises as :func:`choose_connector` does.
+    """
+    kind: Literal["host", "cuda"] = "host" if settings.stages.devices is None else "cuda"
+    launches: Sequence[Literal["inproc", "process"]]
+    launches = ("process", "inproc") if settings.stages.launch == "auto" else (settings.stages.launch,)
+    refusal: PluginUnavailable | None = None
+    for launch in launches:
+        need = Need(kind, "cross_process" if launch == "process" else "same_process")
+        try:
+            if connector is None:
+                plugin, options = choose_connector(settings.transport, need)
+            else:
+                plugin, options = choose_connector(connector, need, settings.transport.options)
+        except PluginUnavailable as error:
+            refusal = error
+            continue
+        return Placement(plugin, options, need, launch)
+    assert refusal is not None
+    raise refusal
+
+
+def list_plugins() -> list[PluginRow]:
+    """Every installed connector, engine and observer.  One that is broken is a row that says so, never an error."""
+    rows: list[PluginRow] = []
+    kinds: tuple[tuple[Literal["connector", "engine", "hooks"], str], ...]
+    kinds = (("connector", CONNECTORS), ("engine", ENGINES), ("hooks", HOOKS_GROUP))
+    for kind, group in kinds:
+        entries = sorted(entry_points(group=group), key=lambda entry: (entry.name, _source(entry)))
+        for entry in entries:
+            dist = entry.dist
+            name, version = (dist.name, dist.version) if dist else ("unknown", "")
+            try:
+                state = _state(group, entry, [e for e in entries if e.name == entry.name])
+            except (Exception, SystemExit) as error:
+                state = _State(False, str(error))
+            rows.append(PluginRow(kind, entry.name, name, version, *state.astuple()))
+    return rows
+
+
+# -- finding and loading -----------------------------------------------------------------------------------------------
+
+
+class _Driver(DriverManager[Any]):
+    """stevedore's driver over a fresh listing, quiet, and raising what the import raised."""
+
+    def list_entry_points(self) -> list[EntryPoint]:
+        return list(entry_points(group=self.namespace))
+
+
+def _resolve(group: str, named: object) -> _Loaded:
+    if not isinstance(named, str):
+        name = getattr(named, "name", type(named).__name__)
+        return _checked(group, _Loaded(named, str(name), ""))
+    if ":" in named:
+        return _by_path(group, named)
+    found = [entry for entry in entry_points(group=group) if entry.name == named]
+    if not found:
+        raise _not_found(group, named)
+    _one_claim(group, named, found)
+    return _load(group, found[0])
+
+
+def _one_claim(group: str, name: str, found: Sequence[EntryPoint]) -> None:
+    sources = sorted({_source(entry) for entry in found})
+    if len(sources) > 1 or len({entry.value for entry in found}) > 1:
+        values = ", ".join(sorted(f"{entry.value} ({_source(entry)})" for entry in found))
+        raise PluginConflict(
+            f'{_WORD[group]} "{name}" is claimed more than once: {values}. Uninstall all but one, or name the one you'
+            f' mean as module:object, such as {_SETTING[group]}.name = "{found[0].value}".',
+            name=name, distributions=tuple(sources),
+        )  # fmt: skip
+
+
+def _load(group: str, entry: EntryPoint) -> _Loaded:
+    source = _source(entry)
+    try:
+        driver = _Driver(group, entry.name, on_missing_entrypoints_callback=None)
+        plugin = driver.driver
+    except (Exception, SystemExit) as error:
+        raise PluginBroken(
+            f'{_WORD[group]} "{entry.name}" of {source} cannot be imported ({entry.value}):'
+            f" {type(error).__name__}: {error}. Reinstall or upgrade {source.split()[0]}.",
+            name=entry.name, distribution=source,
+        ) from error  # fmt: skip
+    return _checked(group, _Loaded(plugin, entry.name, source))
+
+
+def _by_path(group: str, path: str) -> _Loaded:
+    try:
+        plugin = EntryPoint(path, path, group).load()
+    except (Exception, SystemExit) as error:
+        raise PluginBroken(
+            f'{_WORD[group]} "{path}" cannot be imported: {type(error).__name__}: {error}. It must be module:object,'
+            " with the module importable here.",
+            name=path, distribution=None,
+        ) from error  # fmt: skip
+    return _checked(group, _Loaded(plugin, path, ""))
+
+
+def _checked(group: str, loaded: _Loaded) -> _Loaded:
+    """The plugin interface, as far as attributes show it."""
+    plugin, word = loaded.plugin, _WORD[group]
+    facts = {"name": loaded.name, "distribution": loaded.source or None}
+    if isinstance(plugin, type):
+        raise PluginBroken(f"{word} {loaded} is a class, {plugin.__qualname__}: name an instance of it", **facts)
+    missing = [member for member in ("name", "api_version", "Options") if not hasattr(plugin, member)]
+    missing += [member for member in _MEMBERS[group] if not callable(getattr(plugin, member, None))]
+    if missing:
+        raise PluginBroken(
+            f"{word} {loaded} is no {word} plugin: {type(plugin).__name__} has no {', '.join(missing)}", **facts
+        )
+    if plugin.api_version != _VERSION[group]:
+        raise PluginBroken(
+            f"{word} {loaded} was made for version {plugin.api_version!r} of the {word} interface, and this kvbaton has"
+            f" version {_VERSION[group]}: install versions that were made for each other",
+            **facts,
+        )
+    if not (isinstance(plugin.Options, type) and issubclass(plugin.Options, BaseModel)):
+        raise PluginBroken(f"{word} {loaded} is no {word} plugin: its Options is not a pydantic model", **facts)
+    return loaded
+
+
+def _source(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+
+
+def _not_found(group: str, name: str) -> PluginNotFound:
+    entries = sorted(entry_points(group=group), key=lambda entry: entry.name)
+    installed = [f"{entry.name} ({_source(entry)})" for entry in entries]
+    names = {entry.name for entry in entries}
+    first_party = FIRST_PARTY[group]
+    word = _WORD[group]
+    known = names | set(first_party) | ({AUTO} if group == CONNECTORS else set())
+    absent = [f"pip install {dist}" for first, dist in first_party.items() if first not in names]
+    if name in first_party:
+        advice = f" Install it: pip install {first_party[name]}"
+    else:
+        advice = closest(name, known) + (f" First-party {word}s: {', '.join(absent)}" if absent else "")
+    kind = TransportNotFound if group == CONNECTORS else EngineNotFound
+    return kind(
+        f'no {word} "{name}". Installed: {", ".join(installed) or "none"}.{advice}',
+        name=name,
+        installed=tuple(sorted(names)),
+    )
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _keys(options: object) -> list[str]:
+    return sorted(map(str, options)) if isinstance(options, Mapping) else [type(options).__name__]
+
+
+def _validated(group: str, loaded: _Loaded, options: object) -> Any:
+    model: type[BaseModel] = loaded.plugin.Options
+    word, setting = _WORD[group], _SETTING[group]
+    if isinstance(options, model):
+        return options
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise OptionsError(
+            f"{word} {loaded}: options must be a table or a {model.__name__}, not a {type(options).__name__}",
+            name=loaded.name, option=None,
+        )  # fmt: skip
+    fields = model.model_fields
+    known = set(fields) | {field.alias for field in fields.values() if field.alias}
+    if model.model_config.get("extra") != "allow":
+        # also where the plugin's model forgot extra="forbid": an option nobody reads is a mistake
+        for key in options:
+            if key not in known:
+                raise OptionsError(
+                    f'{word} {loaded} has no option "{key}".{closest(str(key), known)}'
+                    f" Options: {', '.join(sorted(fields)) or 'none'}.",
+                    name=loaded.name, option=str(key),
+                )  # fmt: skip
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        option = ".".join(str(part) for part in fault["loc"])
+        first = str(fault["loc"][0]) if fault["loc"] else ""
+        shown = f" = {options[first]!r}" if first in options else ""
+        reason = "is required" if fault["type"] == "missing" else reason_of(fault)
+        where = f"{setting}.options" + (f".{option}" if option else "")
+        raise OptionsError(
+            f"{word} {loaded}: {where}{shown}: {reason}", name=loaded.name, option=option or None
+        ) from error
+
+
+# -- availability ------------------------------------------------------------------------------------------------------
+
+
+def _probe(loaded: _Loaded, need: Need) -> Availability:
+    try:
+        answer: Availability = loaded.plugin.probe(need)
+        return answer
+    except Exception as error:
+        raise PluginBroken(
+            f"transport {loaded}: its probe failed, which it must never do: {type(error).__name__}: {error}",
+            name=loaded.name, distribution=loaded.source or None,
+        ) from error  # fmt: skip
+
+
+def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
+    """Why this transport cannot serve ``need`` here; None where it can."""
+    availability = _probe(loaded, need)
+    able = availability.capabilities
+    reason, remedy = availability.reason, availability.remedy
+    capability: str | None = None
+    if able is not None and not able.reaches(need.reach):
+        capability = need.reach
+        reason, remedy = _reach(able, need)
+    elif able is not None and need.memory_kind not in able.memory_kinds:
+        capability = "memory_kinds"
+        reason = (
+            f"moves {' and '.join(sorted(able.memory_kinds)) or 'no'} memory only, and {need.memory_kind} is asked for"
+        )
+        remedy = (
+            "unset stages.devices or choose another transport" if need.memory_kind == "cuda" else "set stages.devices"
+        )
+    elif availability.usable:
+        return None
+    said = reason if capability else f"cannot be used here: {reason or 'it gives no reason'}"
+    return PluginUnavailable(
+        f"transport {loaded} {said}{': ' + remedy if remedy else ''}",
+        name=loaded.name, reason=reason, remedy=remedy, capability=capability,
+    )  # fmt: skip
+
+
+def _reach(able: Capabilities, need: Need) -> tuple[str, str]:
+    if need.reach == "cross_process" and able.same_process:
+        return (
+            'works only within one process, and stages.launch = "process" puts each stage in a process of its own',
+            'set stages.launch = "inproc" or choose another transport',
+        )
+    if need.reach == "same_process":
+        return (
+            'works only between processes, and stages.launch = "inproc" puts all stages in one',
+            'set stages.launch = "process" or choose another transport',
+        )
+    return (f"does not reach {need.reach.replace('_', '-')}", "choose another transport")
+
+
+_QUIET = {"exact": 0, "peer_death": 1, "never": 2}
+
+
+def _rank(loaded: _Loaded, able: Capabilities | None) -> tuple[object, ...]:
+    """Best first: what it can prove, then what it costs the calling thread, then first-party order, then the name."""
+    able = able or Capabilities(quiet="never")
+    order = list(FIRST_PARTY[CONNECTORS])
+    return (
+        _QUIET[able.quiet],
+        able.copies_in_submit,
+        not able.source_ordered,
+        not (able.disconnect_fences or able.revocable),
+        order.index(loaded.name) if loaded.name in order else len(order),
+        loaded.name,
+    )
+
+
+def _best(need: Need) -> _Loaded:
+    names = sorted({entry.name for entry in entry_points(group=CONNECTORS)})
+    if not names:
+        raise _not_found(CONNECTORS, AUTO)
+    usable: list[tuple[tuple[object, ...], _Loaded]] = []
+    verdicts: dict[str, str] = {}
+    for name in names:
+        try:
+            loaded = _resolve(CONNECTORS, name)
+            refusal = _refusal(loaded, need)
+            if refusal is None:
+                usable.append((_rank(loaded, _probe(loaded, need).capabilities), loaded))
+            else:
+                verdicts[name] = str(refusal)
+        except (PluginBroken, PluginConflict) as error:
+            verdicts[name] = str(error)
+    for verdict in verdicts.values():
+        _log.info("transport auto: %s", verdict)
+    if not usable:
+        absent = [dist for first, dist in FIRST_PARTY[CONNECTORS].items() if first not in names]
+        more = f" Others: pip install {' or '.join(absent)}" if absent else ""
+        raise PluginUnavailable(
+            f"no installed transport can move {need.memory_kind} memory {need.reach.replace('_', ' ')}. "
+            + " ".join(f"{verdict.rstrip('.')}." for verdict in verdicts.values()) + more,
+            name=AUTO, reason="; ".join(verdicts.values()), remedy="", capability=None,
+        )  # fmt: skip
+    usable.sort(key=lambda pair: cast("Any", pair[0]))
+    best = usable[0][1]
+    for _, other in usable[1:]:
+        _log.info("transport auto: %s is usable; %s is preferred", other, best)
+    _log.info("transport auto: %s is chosen for %s memory, %s", best, need.memory_kind, need.reach.replace("_", " "))
+    return best
+
+
+# -- listing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    available: bool
+    reason: str = ""
+    remedy: str = ""
+    capabilities: Capabilities | None = None
+    options: Mapping[str, Any] | None = None
+
+    def astuple(self) -> tuple[bool, str, str, Capabilities | None, Mapping[str, Any] | None]:
+        return self.available, self.reason, self.remedy, self.capabilities, self.options
+
+
+def _state(group: str, entry: EntryPoint, claims: Sequence[EntryPoint]) -> _State:
+    if group == HOOKS_GROUP:
+        Hooks().add(entry.load(), entry.name)
+        return _State(True)
+    _one_claim(group, entry.name, claims)
+    loaded = _load(group, entry)
+    options = loaded.plugin.Options.model_json_schema().get("properties", {})
+    if group == ENGINES:
+        return _State(True, options=options)
+    answers = [_probe(loaded, need) for need in _every_need()]
+    best = next((answer for answer in answers if answer.usable), answers[0])
+    return _State(best.usable, "" if best.usable else best.reason, "" if best.usable else best.remedy,
+                  best.capabilities, options)  # fmt: skip
+
+
+def _every_need() -> Iterable[Need]:
+    for kind in ("host", "cuda"):
+        for reach in ("same_process", "cross_process", "cross_host"):
+            yield Need(cast("Any", kind), cast("Any", reach))
