@@ -83,22 +83,17 @@ def distributions() -> list[Distribution]:
     return found
 
 
-def run(command: Sequence[str | Path], cwd: Path, **environment: str) -> None:
-    """Run to the end with its output shown; a failure is Unfit."""
-    process = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def run(doing: str, command: Sequence[str | Path], cwd: Path, **environment: str) -> None:
+    """Run to the end with its output shown; a failure is Unfit, and says what was being done."""
+    words = [str(part) for part in command]
+    process = subprocess.run(words, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, check=False)
     if process.returncode:
-        raise Unfit(f"exit status {process.returncode} of: {' '.join(str(part) for part in command)[:300]}")
+        raise Unfit(f"{doing}: exit status {process.returncode} of {' '.join(words[:3])} ...; see its output above")
 
 
 def build(distribution: Distribution, into: Path) -> None:
     """The sdist, then the wheel from the unpacked sdist: what the sdist lacks, the wheel lacks."""
-    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", into, distribution.folder], ROOT)
+    run("building it", [sys.executable, "-m", "build", "--no-isolation", "--outdir", into, distribution.folder], ROOT)
     wheel = into / distribution.wheel
     if not wheel.is_file():
         raise Unfit(f"the build made no {distribution.wheel}: {sorted(path.name for path in into.iterdir())}")
@@ -114,31 +109,25 @@ def build(distribution: Distribution, into: Path) -> None:
 
 def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch: Path) -> None:
     """Install the wheel in a new environment, look at it, and run the distribution's tests against it."""
-    run([sys.executable, "-m", "venv", "--without-pip", "env"], scratch)
+    run("making an empty environment", [sys.executable, "-m", "venv", "--without-pip", "env"], scratch)
     python = scratch / "env" / "bin" / "python"
     install: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "-qq"]
     constraints = {"PIP_CONSTRAINT": f"{ROOT / 'constraints.txt'} {first_party}"}
-    run([*install, wheels / distribution.wheel], scratch, **constraints)
+    run("installing the wheel", [*install, wheels / distribution.wheel], scratch, **constraints)
     facts = (distribution.name, distribution.package, "torch" if distribution.needs_torch else "no torch")
-    run([python, "-I", "-c", LOADS, *facts], scratch)
+    run("importing it", [python, "-I", "-c", LOADS, *facts], scratch)
     if not (distribution.folder / "tests").is_dir():
         raise Unfit(f"{distribution.folder.relative_to(ROOT)} has no tests/: what shows that its wheel works?")
-    run([*install, *distribution.test_needs], scratch, **constraints)
-    run([sys.executable, "-m", "pip", "--python", python, "check"], scratch)
+    run("installing what its tests need", [*install, *distribution.test_needs], scratch, **constraints)
+    run("checking its dependencies", [sys.executable, "-m", "pip", "--python", python, "check"], scratch)
     shutil.copytree(distribution.folder / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    pytest: list[str | Path] = [
-        python,
-        "-m",
-        "pytest",
-        "-c",
-        ROOT / "pyproject.toml",
-        "--rootdir",
+    pytest: list[str | Path] = [python, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", scratch]
+    run(
+        "running its tests",
+        [*pytest, "-p", "no:cacheprovider", "--hypothesis-profile=ci", "-q", scratch / "tests"],
         scratch,
-        "-p",
-        "no:cacheprovider",
-    ]
-    run([*pytest, "--hypothesis-profile=ci", "-q", scratch / "tests"], scratch)
-    run([python, "-I", "-c", LOADS, *facts], scratch)
+    )
+    run("importing it after its tests' needs were added", [python, "-I", "-c", LOADS, *facts], scratch)
 
 
 def main() -> int:
