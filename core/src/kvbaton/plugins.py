@@ -10,6 +10,7 @@ to do.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, cast
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from stevedore.driver import DriverManager
 
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need
@@ -301,6 +303,16 @@ def _keys(options: object) -> list[str]:
     return sorted(map(str, options)) if isinstance(options, Mapping) else [type(options).__name__]
 
 
+def _parsed(field: FieldInfo | None, value: object) -> object:
+    """A list or table that came as text, from a variable or a flag; the model itself turns text into numbers."""
+    if isinstance(value, str) and value[:1] in ("[", "{") and field is not None and field.annotation is not str:
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
 def _validated(group: str, loaded: _Loaded, options: object) -> Any:
     model: type[BaseModel] = loaded.plugin.Options
     word, setting = _WORD[group], _SETTING[group]
@@ -325,7 +337,7 @@ def _validated(group: str, loaded: _Loaded, options: object) -> Any:
                     name=loaded.name, option=str(key),
                 )  # fmt: skip
     try:
-        return model.model_validate(dict(options))
+        return model.model_validate({key: _parsed(fields.get(str(key)), value) for key, value in options.items()})
     except ValidationError as error:
         fault = error.errors()[0]
         option = ".".join(str(part) for part in fault["loc"])
