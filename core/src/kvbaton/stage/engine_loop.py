@@ -1,0 +1,265 @@
+"""The engine thread of a stage: the one place from which an engine is called.
+
+The pump posts commands into one inbox; the loop carries them out between steps, in order, and reports back.  The order is
+what makes cross-thread ownership simple: a block that is released and then promised again is released first (C5).
+The loop blocks on its inbox when the engine has nothing to do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvbaton.connector import DeviceEvent
+from kvbaton.engine import Admission, ComputedRange, StageEngine, StepOutput
+from kvbaton.identity import TransferId
+from kvbaton.reservation import Reservation
+
+# -- commands: pump -> engine ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    admission: Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """``begin(transfer)`` is asked right before: the transfer may have ended since (C1.3)."""
+
+    transfer: TransferId
+    valid: int
+    begin: Callable[[TransferId], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseCompute:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Run ``question`` on the engine thread and report its answer: statistics, balance checks."""
+
+    question: Callable[[StageEngine], object]
+    answer: Callable[[object], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Nudge:
+    """Back-pressure has eased: ask the engine again whether it has work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """Leave the loop; the engine is closed by whoever opened it."""
+
+
+Command = Admit | Import | Suspend | ReleaseCompute | Release | Query | Nudge | Quit
+
+# -- reports: engine -> pump -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    range: ComputedRange
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    transfer: TransferId
+    reason: str
+    retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    outputs: tuple[StepOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """Nothing more is computed for it; ``quiet`` completes with the last device work (None: quiet already)."""
+
+    transfer: TransferId
+    quiet: DeviceEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The engine holds nothing of it any more."""
+
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFailed:
+    """A command about one transfer raised; the engine goes on."""
+
+    transfer: TransferId
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """A step raised, which engines promise not to do: the stage must not go on."""
+
+    error: BaseException
+
+
+Report = (
+    Computed | Reserved | Refused | Imported | Activated | Produced | Suspended | Released | CommandFailed | EngineFailed
+)
+
+
+class _Callbacks:
+    """:class:`~kvbaton.engine.StageCallbacks`: turns calls into reports; lock-free."""
+
+    def __init__(self, report: Callable[[Report], None], can_schedule: Callable[[TransferId, int], bool]) -> None:
+        self._report = report
+        self._can_schedule = can_schedule
+
+    def can_schedule(self, transfer: TransferId, tokens: int) -> bool:
+        return self._can_schedule(transfer, tokens)
+
+    def prefill_submitted(self, computed: ComputedRange) -> None:
+        self._report(Computed(computed))
+
+    def reserved(self, reservation: Reservation) -> None:
+        self._report(Reserved(reservation))
+
+    def refused(self, transfer: TransferId, reason: str, retry: bool) -> None:
+        self._report(Refused(transfer, reason, retry))
+
+    def activated(self, transfer: TransferId) -> None:
+        self._report(Activated(transfer))
+
+
+class EngineLoop:
+    """Runs an engine on the calling thread until :class:`Quit`.
+
+    ``report`` and ``can_schedule`` are called on the engine thread and must not block.  ``post`` may be called from any
+    thread.  A step that raises ends the loop with :class:`EngineFailed`; commands are still carried out until ``Quit``, so
+    that the pump can drain what the wire may touch.
+    """
+
+    def __init__(
+        self,
+        engine: StageEngine,
+        report: Callable[[Report], None],
+        can_schedule: Callable[[TransferId, int], bool],
+    ) -> None:
+        self._engine = engine
+        self._report = report
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._broken = False
+        self.ended = threading.Event()
+        engine.attach(_Callbacks(report, can_schedule))
+
+    def post(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        try:
+            while self._drain():
+                if not self._broken and self._engine.has_work():
+                    self._step()
+        finally:
+            self.ended.set()
+
+    def advance(self) -> bool:
+        """One turn without waiting, for tests and simulators that have no threads: whether anything was done."""
+        busy = not self._inbox.empty()
+        while not self._inbox.empty():
+            self._carry_out(self._inbox.get_nowait())
+        if not self._broken and self._engine.has_work():
+            self._step()
+            return True
+        return busy
+
+    def _drain(self) -> bool:
+        """Carry out what waits; block for the first command when the engine is idle.  False on Quit."""
+        wait = self._broken or not self._engine.has_work()
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            if isinstance(command, Quit):
+                return False
+            self._carry_out(command)
+            wait = False
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._broken = True
+            self._report(EngineFailed(error))
+            return
+        if outputs:
+            self._report(Produced(tuple(outputs)))
+
+    def _carry_out(self, command: Command) -> None:
+        engine = self._engine
+        try:
+            match command:
+                case Admit(admission):
+                    engine.reserve_transfer(admission)
+                case Import(transfer, valid, begin):
+                    if begin(transfer):  # C1.3
+                        engine.accept_import(transfer, valid)
+                        self._report(Imported(transfer))
+                case Suspend(transfer):
+                    self._report(Suspended(transfer, engine.suspend_transfer(transfer)))
+                case ReleaseCompute(transfer):
+                    engine.release_transfer_compute(transfer)
+                case Release(transfer):
+                    engine.release_transfer(transfer)
+                    self._report(Released(transfer))
+                case Query(question, answer):
+                    answer(question(engine))
+                case Nudge() | Quit():
+                    pass
+        except Exception as error:
+            transfer = _subject(command)
+            # a release that raises leaves memory in doubt: that is the engine's end, not one transfer's
+            fatal = transfer is None or isinstance(command, Release | Suspend)
+            self._report(EngineFailed(error) if fatal or transfer is None else CommandFailed(transfer, error))
+
+
+def _subject(command: Command) -> TransferId | None:
+    match command:
+        case Admit(admission):
+            return admission.transfer
+        case Import(transfer) | Suspend(transfer) | ReleaseCompute(transfer) | Release(transfer):
+            return transfer
+        case _:
+            return None

@@ -1,0 +1,110 @@
+"""From the ranges an engine reports to the chunks a connector carries (C3).
+
+One planner per prefill stage.  Per transfer it remembers how far it has planned; per peer the geometry map built when that
+peer came up.  Pure bookkeeping: no clock, no I/O; used by the pump thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbaton.connector import Chunk
+from kvbaton.engine import ComputedRange
+from kvbaton.geometry import KVGeometry, KVMap, ready_range
+from kvbaton.identity import PeerId, TransferId
+from kvbaton.reservation import Reservation, Tables
+from kvbaton.segments import Segments, coalesce, split
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """What one chunk may hold: bytes, and segments (descriptors) on either side; offsets that cuts must respect."""
+
+    max_bytes: int
+    max_segments: int
+    alignment: int = 1
+
+
+@dataclass(slots=True)
+class _Plan:
+    map: KVMap
+    peer: PeerId
+    reservation: Reservation
+    targets: Tables
+    sent: int
+    sequence: int = 0
+    #: Totals so far, for the Commit message.
+    segments: int = 0
+    nbytes: int = 0
+    finished: bool = field(default=False)
+
+
+class ChunkPlanner:
+    """P's side of C3: every valid byte that D lacks, exactly once; nothing of an unused tail."""
+
+    def __init__(self, geometry: KVGeometry, limits: ChunkLimits) -> None:
+        self._geometry = geometry
+        self._limits = limits
+        self._maps: dict[PeerId, KVMap] = {}
+        self._plans: dict[TransferId, _Plan] = {}
+
+    def peer_up(self, peer: PeerId, geometry: KVGeometry) -> None:
+        """``peer`` holds its KV in ``geometry``, which was found compatible."""
+        self._maps[peer] = KVMap(self._geometry, geometry)
+
+    def peer_down(self, peer: PeerId) -> None:
+        self._maps.pop(peer, None)
+
+    def knows(self, peer: PeerId) -> bool:
+        return peer in self._maps
+
+    def begin(self, transfer: TransferId, peer: PeerId, reservation: Reservation) -> None:
+        """A transfer to ``peer`` starts: D's valid prefix counts as sent (C3.3)."""
+        self._plans[transfer] = _Plan(
+            self._maps[peer], peer, reservation, reservation.arrays(), reservation.valid
+        )
+
+    def plan(self, computed: ComputedRange) -> list[Chunk]:
+        """The chunks of one reported range, in sequence; empty where the range only extends an unfinished block.
+
+        The unfinished block is held back until the last range, because whole blocks are one segment over all layers and
+        partial ones are one per layer.  The last range always gives at least one chunk: the final payload's, which may be
+        empty (C3.4).  Unknown or finished transfer: nothing.
+        """
+        plan = self._plans.get(computed.transfer)
+        if plan is None or plan.finished:
+            return []
+        start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)
+        if end > start:
+            source, target = plan.map.plan(computed.tables, plan.targets, start, end)
+            plan.sent = end
+        else:
+            source, target = Segments.empty(), Segments.empty()
+        if computed.last:
+            plan.finished = True
+            source = source.concat(self._geometry.final_segment(computed.final_slot))
+            target = target.concat(plan.map.destination.final_segment(plan.reservation.final_slot))
+            source, target = coalesce(source, target)
+        limits = self._limits
+        batches = split(source, target, limits.max_bytes, limits.max_segments, alignment=limits.alignment)
+        if computed.last and not batches:
+            batches = [(Segments.empty(), Segments.empty())]
+        chunks = []
+        for batch, goal in batches:
+            nbytes = batch.nbytes
+            chunks.append(Chunk(computed.transfer, plan.sequence, plan.peer, batch, goal, nbytes))
+            plan.sequence += 1
+            plan.segments += len(batch)
+            plan.nbytes += nbytes
+        return chunks
+
+    def totals(self, transfer: TransferId) -> tuple[int, int]:
+        """Segments and bytes planned so far."""
+        plan = self._plans.get(transfer)
+        return (plan.segments, plan.nbytes) if plan else (0, 0)
+
+    def forget(self, transfer: TransferId) -> None:
+        self._plans.pop(transfer, None)
+
+    def __len__(self) -> int:
+        return len(self._plans)

@@ -1,0 +1,241 @@
+"""The prefill stage P: the source of KV.
+
+The engine reports computed ranges; the planner cuts them into chunks; a chunk waits for its device events, then for room in the
+transport.  Every pass offers what is ready until the guard says that it is full, so the whole budget is refilled each time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvbaton import messages
+from kvbaton.connector import Chunk, DeviceEvent, Endpoint, Outcome
+from kvbaton.engine import Admission, Role
+from kvbaton.errors import KvbatonError
+from kvbaton.geometry import KVGeometry
+from kvbaton.guard import GuardProgress
+from kvbaton.handoff import effects as fx
+from kvbaton.handoff.source import Source
+from kvbaton.identity import PeerId, TransferId
+from kvbaton.stage import engine_loop as loop
+from kvbaton.stage.planner import ChunkPlanner
+from kvbaton.stage.stage import HANDLE_DONE, Stage
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Chunks between plan and submission."""
+
+    #: Device events in launch order, each with the chunks that were planned with it.  A chunk may carry tokens held back
+    #: from earlier ranges, so it is ready only when every earlier event is.
+    computing: deque[tuple[DeviceEvent | None, tuple[int, ...]]] = field(default_factory=deque)
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+
+
+class PrefillStage(Stage):
+    """See the module's text.  ``backlog_bytes``: computed and not yet submitted; beyond it the engine is asked to pause."""
+
+    role = Role.PREFILL
+    machine: Source
+
+    def __init__(self, planner: ChunkPlanner, *, backlog_bytes: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.machine = Source()
+        self._planner = planner
+        self._backlog_limit = backlog_bytes
+        self._backlog = 0
+        self._transfers: dict[TransferId, _Transfer] = {}
+        self._waiting: set[TransferId] = set()  # have unfinished device events
+        self._ready: dict[PeerId, deque[Chunk]] = {}
+        self._paused = False
+
+    def can_schedule(self, transfer: TransferId, tokens: int) -> bool:
+        """Advisory; reads a snapshot, from the engine thread."""
+        if self._backlog <= self._backlog_limit:
+            return True
+        self._paused = True
+        return False
+
+    # -- coordinator --------------------------------------------------------------------------------------------------------
+
+    def _on_transfer(self, message: messages.TransferMessage) -> Iterable[fx.Effect]:
+        match message:
+            case messages.Prefill():
+                return self.machine.prefill(message)
+            case messages.Ack(transfer):
+                return self.machine.ack(transfer)
+            case messages.Cancel(transfer):
+                return self.machine.cancel(transfer)
+            case _:
+                kind = type(message).__name__
+                return [fx.Violation("C7.4", message.transfer, None, f"a {kind} is not for a prefill stage")]
+
+    def _coordinator_gone(self) -> Iterable[fx.Effect]:
+        return self.machine.stop()
+
+    def _peer_announced(self, endpoint: Endpoint) -> None:
+        self._planner.peer_up(endpoint.peer, KVGeometry.decode(endpoint.geometry))
+
+    def _peer_gone(self, peer: PeerId) -> None:
+        self._planner.peer_down(peer)
+
+    # -- engine -------------------------------------------------------------------------------------------------------------
+
+    def _on_engine(self, report: loop.Report) -> Iterable[fx.Effect]:
+        match report:
+            case loop.Computed(computed):
+                return self._on_computed(computed)
+            case loop.Refused(transfer, reason, _):
+                return self.machine.refused(transfer, reason)
+            case loop.Produced(outputs):
+                return [
+                    effect
+                    for output in outputs
+                    if output.error is not None
+                    for effect in self.machine.engine_failed(output.transfer, f"C6.3: prefill: {output.error}")
+                ]
+            case _:
+                return [fx.Ignored(None, type(report).__name__, "a prefill engine has no such report")]
+
+    def _on_computed(self, computed: loop.ComputedRange) -> Iterable[fx.Effect]:
+        transfer = computed.transfer
+        if self.machine.next_sequence(transfer) is None:
+            return [fx.Ignored(transfer, "computed", "nothing is to be computed any more")]
+        try:
+            chunks = self._planner.plan(computed)
+        except KvbatonError as error:
+            return self.machine.engine_failed(transfer, f"C3.6: the engine reported a range that cannot be sent: {error}")
+        state = self._transfers.setdefault(transfer, _Transfer())
+        state.computing.append((computed.ready, tuple(chunk.sequence for chunk in chunks)))
+        for chunk in chunks:
+            state.chunks[chunk.sequence] = chunk
+            self._backlog += chunk.nbytes
+        effects = list(self.machine.computed(transfer, len(chunks), computed.last))
+        self._waiting.add(transfer)
+        effects += self._advance_device(transfer)
+        return effects
+
+    def _advance_device(self, transfer: TransferId) -> list[fx.Effect]:
+        """The chunks whose device events, and all earlier ones, have completed."""
+        state = self._transfers[transfer]
+        effects: list[fx.Effect] = []
+        while state.computing:
+            event, sequences = state.computing[0]
+            if event is not None and not event.query():
+                return effects
+            state.computing.popleft()
+            for sequence in sequences:
+                effects += self.machine.source_ready(transfer, sequence)
+        self._waiting.discard(transfer)
+        return effects
+
+    def _on_suspended(self, transfer: TransferId) -> Iterable[fx.Effect]:
+        return self.machine.suspended(transfer)
+
+    # -- transport ----------------------------------------------------------------------------------------------------------
+
+    def _on_events(self, progress: GuardProgress) -> None:
+        for completion in progress.completions:
+            if completion.outcome is Outcome.DONE:
+                self._mark(completion.transfer, HANDLE_DONE)
+            self._run(self.machine.completion(completion))
+
+    def _progress(self) -> bool:
+        busy = False
+        for transfer in tuple(self._waiting):
+            effects = self._advance_device(transfer)
+            if effects:
+                busy = True
+                self._run(effects)
+        return self._submit_ready() or busy
+
+    def _submit_ready(self) -> bool:
+        """Offer ready chunks, one per peer in turn, until nobody's is taken."""
+        busy = False
+        peers = [peer for peer, queue in self._ready.items() if queue]
+        while peers:
+            peers = [peer for peer in peers if self._submit_next(peer)]
+            busy = busy or bool(peers)
+        if self._paused and self._backlog <= self._backlog_limit:
+            self._paused = False
+            self._post_command(loop.Nudge())
+        return busy
+
+    def _submit_next(self, peer: PeerId) -> bool:
+        """Whether this peer's next chunk was taken and another waits."""
+        queue = self._ready[peer]
+        while queue:
+            chunk = queue[0]
+            if not self.machine.may_submit(chunk.transfer, chunk.sequence):  # T9
+                queue.popleft()
+                continue
+            try:
+                accepted = self.guard.submit(chunk)
+            except KvbatonError as error:
+                queue.popleft()
+                self._drop_chunk(chunk)
+                self._run(self.machine.engine_failed(chunk.transfer, str(error)))
+                continue
+            if not accepted:
+                return False
+            queue.popleft()
+            self._drop_chunk(chunk)
+            self._run(self.machine.submitted(chunk.transfer, chunk.sequence))
+            return bool(queue)
+        del self._ready[peer]
+        return False
+
+    def _drop_chunk(self, chunk: Chunk) -> None:
+        state = self._transfers.get(chunk.transfer)
+        if state is not None and state.chunks.pop(chunk.sequence, None) is not None:
+            self._backlog -= chunk.nbytes
+
+    def _has_pending(self) -> bool:
+        return bool(self._waiting) or any(self._ready.values())
+
+    # -- effects ------------------------------------------------------------------------------------------------------------
+
+    def _on_role_effect(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Compute(transfer, request, reservation, destination):
+                if not self._planner.knows(destination):
+                    self._run(self.machine.refused(transfer, f"T2: {destination} is not connected"))
+                    return
+                self._planner.begin(transfer, destination, reservation)
+                self._post_command(loop.Admit(Admission(transfer, request, reservation.valid)))
+            case fx.Post(transfer, sequence):
+                chunk = self._transfers[transfer].chunks[sequence]
+                self._ready.setdefault(chunk.peer, deque()).append(chunk)
+            case fx.CancelChunks(transfer):
+                self._drop_chunks(transfer)
+                self.guard.cancel(transfer)
+            case fx.Acknowledge(transfer):
+                self.guard.acknowledge(transfer)
+            case fx.ReleaseCompute(transfer):
+                self._post_command(loop.ReleaseCompute(transfer))
+            case _:
+                raise TypeError(f"a source machine has no effect {effect!r}")
+
+    def _drop_chunks(self, transfer: TransferId) -> None:
+        state = self._transfers.get(transfer)
+        if state is not None:
+            self._backlog -= sum(chunk.nbytes for chunk in state.chunks.values())
+            state.chunks.clear()
+
+    def _forget(self, transfer: TransferId) -> None:
+        self._drop_chunks(transfer)
+        self._transfers.pop(transfer, None)
+        self._waiting.discard(transfer)
+        self._planner.forget(transfer)
+
+    def _committed(self, message: messages.Commit) -> messages.Commit:
+        segments, nbytes = self._planner.totals(message.transfer)
+        return msgspec.structs.replace(super()._committed(message), segments=segments, nbytes=nbytes)
+
+    def _settled(self) -> bool:
+        return not self.guard.outstanding()

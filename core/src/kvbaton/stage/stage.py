@@ -1,0 +1,408 @@
+"""A stage: machine, connector and engine joined, on the pump thread.
+
+:class:`Stage` is what prefill and decode stages share: carrying out a machine's effects, connecting to peers, watching device
+events, answering generic control, and ending.  It owns no thread: :class:`~kvbaton.stage.pump.Pump` drives ``advance()``, and
+so can a test.  The engine is reached only through commands to its loop and heard only through reports (see
+:mod:`kvbaton.stage.engine_loop`).
+
+A stage has two honest ends: *stopped* (told to, drained, closed) and *orphaned* (its coordinator is gone, C6.6).  Either is bounded
+by the shutdown deadline, and what was still held then is named in :attr:`Stage.outcome`.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvbaton import messages
+from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent
+from kvbaton.control import StageChannel
+from kvbaton.engine import Role
+from kvbaton.errors import KvbatonError, QuarantineFull
+from kvbaton.guard import GuardedConnector, GuardProgress
+from kvbaton.handoff import effects as fx
+from kvbaton.handoff.destination import Destination
+from kvbaton.handoff.source import Source
+from kvbaton.identity import PeerId, TransferId
+from kvbaton.reservation import Capacity
+from kvbaton.stage import engine_loop as loop
+
+_log = logging.getLogger(__name__)
+
+#: Stage-local timings also carry when the last handle was seen terminal (C4's HANDLE_DONE), which no machine needs.
+HANDLE_DONE = "handle_done"
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutcome:
+    """How a stage ended: ``status`` 0 as ordered, 1 not; ``reason`` in words, naming what was still held."""
+
+    status: int
+    reason: str
+
+
+class Stage(ABC):
+    """The common part.  ``post`` puts a command into the engine loop's inbox; ``capacity`` is the engine's.
+
+    Threading: everything but :meth:`report` and :meth:`wait`'s waker belongs to the thread that calls :meth:`advance`.
+    """
+
+    role: Role
+    machine: Source | Destination
+
+    def __init__(
+        self,
+        *,
+        peer: PeerId,
+        guard: GuardedConnector,
+        channel: StageChannel,
+        capacity: Capacity,
+        post: Callable[[loop.Command], None],
+        clock: Callable[[], float],
+        shutdown_deadline: float,
+    ) -> None:
+        self.peer = peer
+        self.guard = guard
+        self.channel = channel
+        self.capacity = capacity
+        self.outcome: StageOutcome | None = None
+        self._post_command = post
+        self._clock = clock
+        self._shutdown_deadline = shutdown_deadline
+        self._reports: deque[loop.Report | _Answer] = deque()
+        self._greeted = False
+        self._stop_by: float | None = None
+        self._orphaned = False
+        self._fatal: str | None = None
+        self._engine_broken = False
+        self._endpoints: dict[PeerId, Endpoint] = {}
+        #: Freed in the machine, not yet released by the engine; with the Retired that waits for it.
+        self._releasing: dict[TransferId, messages.Retired | None] = {}
+        self._quiet: list[tuple[DeviceEvent, TransferId]] = []
+        self._began: dict[TransferId, float] = {}
+        self._timings: dict[TransferId, dict[str, float]] = {}
+        self._counts: Counter[str] = Counter()
+
+    # -- driven by the pump -------------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """One pass: messages, reports, device events, transport; whether anything happened."""
+        if not self._greeted:
+            self._greeted = True
+            self.channel.send(
+                messages.Hello(self.peer, self.role, self.capacity, self.guard.endpoint().encode())
+            )
+        busy = False
+        for message in self.channel.receive():
+            busy = True
+            self._on_message(message)
+        if self.channel.lost is not None and not self._orphaned:
+            busy = self._orphaned = True
+            self._begin_stop()
+            self._run(self._coordinator_gone())
+        while self._reports:
+            busy = True
+            self._on_report(self._reports.popleft())
+        busy = self._check_quiet() or busy
+        busy = self._progress() or busy
+        progress = self.guard.poll()
+        if progress:
+            busy = True
+            self._on_progress(progress)
+        self._end_if_done()
+        return busy
+
+    @property
+    def live(self) -> bool:
+        return self.guard.needs_polling or bool(self._quiet) or self._stop_by is not None or self._has_pending()
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None
+
+    def wait(self, timeout: float) -> None:
+        if not self._reports:
+            self.channel.wait(timeout)
+
+    def report(self, report: loop.Report) -> None:
+        """From the engine thread: lock-free, wakes the pump."""
+        self._reports.append(report)
+        self.channel.wake()
+
+    # -- what the roles add -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _on_transfer(self, message: messages.TransferMessage) -> Iterable[fx.Effect]:
+        """A transfer message from the coordinator."""
+
+    @abstractmethod
+    def _on_engine(self, report: loop.Report) -> Iterable[fx.Effect]:
+        """A report that only this role has."""
+
+    @abstractmethod
+    def _on_role_effect(self, effect: fx.Effect) -> None:
+        """An effect that only this role's machine has."""
+
+    @abstractmethod
+    def _coordinator_gone(self) -> Iterable[fx.Effect]:
+        """The coordinator will not answer any more (C6.6)."""
+
+    @abstractmethod
+    def _on_suspended(self, transfer: TransferId) -> Iterable[fx.Effect]:
+        """The engine computes nothing for it and its device is quiet."""
+
+    @abstractmethod
+    def _on_events(self, progress: GuardProgress) -> None:
+        """Completions or receipts."""
+
+    def _peer_announced(self, endpoint: Endpoint) -> None:
+        """A peer is about to be connected."""
+
+    def _peer_gone(self, peer: PeerId) -> None:
+        """A peer's connection is down."""
+
+    def _forget(self, transfer: TransferId) -> None:
+        """The engine holds nothing of it any more."""
+
+    def _progress(self) -> bool:
+        """Role-specific work of each pass."""
+        return False
+
+    def _has_pending(self) -> bool:
+        return False
+
+    def _settled(self) -> bool:
+        """Whether nothing of this role keeps the stage from ending."""
+        return True
+
+    # -- messages -----------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, message: msgspec.Struct) -> None:
+        match message:
+            case messages.Connect(endpoint=data):
+                self._connect(data)
+            case messages.Disconnect(peer=peer):
+                self._run(self.machine.disconnect(peer))
+            case messages.Stop():
+                self._begin_stop()
+                self._run(self.machine.stop())
+            case messages.Call():
+                self._call(message)
+            case messages.Reserve(transfer=transfer) | messages.Prefill(transfer=transfer):
+                self._began.setdefault(transfer, self._clock())
+                self._timings.setdefault(transfer, {})
+                self._run(self._on_transfer(message))
+                if self.machine.phase(transfer) is None and transfer not in self._releasing:
+                    self._drop_timings(transfer)
+            case _:
+                self._run(self._on_transfer(message))  # type: ignore[arg-type]
+
+    def _connect(self, data: bytes) -> None:
+        try:
+            endpoint = Endpoint.decode(data)
+        except KvbatonError as error:
+            self._counts["endpoint_malformed"] += 1
+            _log.error("%s: %s", self.peer, error)
+            return
+        try:
+            self._peer_announced(endpoint)
+            self.guard.connect(endpoint)
+        except KvbatonError as error:
+            # nothing was connected, so nothing of that peer can be written here
+            self._run(self.machine.peer_down(endpoint.peer, True, str(error)))
+
+    # -- reports ------------------------------------------------------------------------------------------------------------
+
+    def _on_report(self, report: loop.Report | _Answer) -> None:
+        match report:
+            case loop.Suspended(transfer, quiet):
+                if quiet is None or quiet.query():
+                    self._run(self._on_suspended(transfer))
+                else:
+                    self._quiet.append((quiet, transfer))
+            case loop.Released(transfer):
+                self._released(transfer)
+            case loop.CommandFailed(transfer, error):
+                self._run(self.machine.engine_failed(transfer, f"C6.3: {type(error).__name__}: {error}"))
+            case loop.EngineFailed(error):
+                self._engine_broken = True
+                self._die(f"C6.3: the engine of {self.peer} failed: {type(error).__name__}: {error}")
+            case _Answer(reply):
+                self.channel.send(reply)
+            case _:
+                self._run(self._on_engine(report))
+
+    def _released(self, transfer: TransferId) -> None:
+        retired = self._releasing.pop(transfer, None)
+        self._forget(transfer)
+        if retired is not None:
+            self._send(retired)
+
+    def _check_quiet(self) -> bool:
+        done = [item for item in self._quiet if item[0].query()]
+        for item in done:
+            self._quiet.remove(item)
+            self._run(self._on_suspended(item[1]))
+        return bool(done)
+
+    # -- transport ----------------------------------------------------------------------------------------------------------
+
+    def _on_progress(self, progress: GuardProgress) -> None:
+        for event in progress.peers:
+            self._on_peer(event)
+        self._on_events(progress)
+        for fault in progress.faults:
+            self._counts["faults"] += 1
+            _log.error("%s: %s", self.peer, fault)
+            if isinstance(fault, QuarantineFull):
+                self._die(str(fault))
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        if event.up:
+            self._run(self.machine.peer_up(event.peer))
+        else:
+            self._peer_gone(event.peer)
+            self._run(self.machine.peer_down(event.peer, event.quiet, str(event.error or "")))
+
+    # -- effects ------------------------------------------------------------------------------------------------------------
+
+    def _run(self, effects: Iterable[fx.Effect]) -> None:
+        """Carry out effects in order; what that brings about goes to the end of the line."""
+        for effect in effects:
+            match effect:
+                case fx.Send(message):
+                    self._send(message)
+                case fx.Suspend(transfer):
+                    if self._engine_broken:
+                        self._reports.append(loop.Suspended(transfer, None))
+                    else:
+                        self._post_command(loop.Suspend(transfer))
+                case fx.Free(transfer):
+                    self.guard.forget(transfer)
+                    self._releasing[transfer] = None
+                    self._post_command(loop.Release(transfer))
+                case fx.DisconnectPeer(peer):
+                    self.guard.fenced(peer)
+                    self.guard.disconnect(peer)
+                case fx.Milestone(transfer, name):
+                    self._mark(transfer, name)
+                case fx.Fault(transfer, cause):
+                    self._counts["faults"] += 1
+                    _log.warning("%s: %s%s", self.peer, cause, f" (transfer {transfer})" if transfer else "")
+                case fx.Ignored(_, event, reason):
+                    self._counts["ignored"] += 1
+                    _log.debug("%s: ignored %s: %s", self.peer, event, reason)
+                case fx.Violation(clause, transfer, peer, text):
+                    self._counts[f"violations_{clause}"] += 1
+                    _log.error("%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer)
+                case _:
+                    self._on_role_effect(effect)
+
+    def _send(self, message: messages.Message) -> None:
+        match message:
+            case messages.Retired(transfer):
+                if transfer in self._releasing:
+                    self._releasing[transfer] = message  # RETIRED is a side that *has* released everything (C4)
+                    return
+                message = msgspec.structs.replace(message, timings=self._timings.get(transfer, {}))
+                self._drop_timings(transfer)
+            case messages.Rejected(transfer):
+                self._drop_timings(transfer)
+                self._forget(transfer)
+            case messages.Received(transfer) | messages.Activated(transfer):
+                message = msgspec.structs.replace(message, timings=dict(self._timings.get(transfer, {})))
+            case messages.Commit(transfer):
+                message = self._committed(message)
+            case _:
+                pass
+        self.channel.send(message)
+
+    def _committed(self, message: messages.Commit) -> messages.Commit:
+        return msgspec.structs.replace(message, timings=dict(self._timings.get(message.transfer, {})))
+
+    def _mark(self, transfer: TransferId, name: str) -> None:
+        timings = self._timings.get(transfer)
+        if timings is not None:
+            timings[name] = self._clock() - self._began[transfer]
+
+    def _drop_timings(self, transfer: TransferId) -> None:
+        self._timings.pop(transfer, None)
+        self._began.pop(transfer, None)
+
+    # -- generic control ----------------------------------------------------------------------------------------------------
+
+    def _call(self, call: messages.Call) -> None:
+        """C9.2: statistics and health; disturbs no transfer."""
+        match call.method:
+            case "statistics":
+                def answer(engine: Any) -> None:
+                    self._reports.append(_Answer(messages.Reply(call.control_id, call.session_id, engine)))
+                    self.channel.wake()
+
+                self._post_command(loop.Query(lambda engine: self._statistics(engine.statistics()), answer))
+            case "health":
+                healthy = not self._engine_broken and self._fatal is None
+                self.channel.send(messages.Reply(call.control_id, call.session_id, {"healthy": healthy}))
+            case method:
+                error = f"C9.2: no method {method!r}; there are statistics and health"
+                self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))
+
+    def _statistics(self, engine: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        channel = self.channel.statistics()
+        dropped = {f"dropped_{family}_{reason}": count for (family, reason), count in channel.dropped.items()}
+        return {
+            "engine": dict(engine),
+            "transport": dict(self.guard.statistics()),
+            "stage": {"transfers": len(self.machine), **self._counts, **dropped},
+        }
+
+    # -- the end ------------------------------------------------------------------------------------------------------------
+
+    def _begin_stop(self) -> None:
+        if self._stop_by is None:
+            self._stop_by = self._clock() + self._shutdown_deadline
+
+    def _die(self, cause: str) -> None:
+        """This stage must not go on: tell C, drain what can be drained, end with status 1."""
+        if self._fatal is None:
+            self._fatal = cause
+            self._run(self.machine.fatal(cause))
+            self._begin_stop()
+            self._run(self.machine.stop())
+
+    def pump_failed(self, error: BaseException) -> None:
+        """An exception escaped a pass: nothing can be proven any more, so the process must end and be joined."""
+        _log.critical("%s: the pump failed", self.peer, exc_info=error)
+        self.outcome = StageOutcome(1, f"the pump failed: {type(error).__name__}: {error}")
+        self._post_command(loop.Quit())
+
+    def _end_if_done(self) -> None:
+        if self._stop_by is None:
+            return
+        drained = self.machine.drained and not self._releasing and not self._quiet and self._settled()
+        late = self._clock() >= self._stop_by
+        if not drained and not late:
+            return
+        why = self._fatal or ("the coordinator is gone" if self._orphaned else "stopped")
+        if late and not drained:
+            held = ", ".join(f"{t} {p.name}" for t, p in self.machine.transfers().items()) or "releases by the engine"
+            why = f"{why}; shutdown deadline of {self._shutdown_deadline:g} s passed, still held: {held}"
+        status = 0 if drained and self._fatal is None else 1
+        if not self.guard.outstanding():
+            try:
+                self.guard.close()
+            except KvbatonError as error:
+                status, why = 1, f"{why}; closing the transport: {error}"
+        self.outcome = StageOutcome(status, why)
+        self._post_command(loop.Quit())
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    reply: messages.Reply

@@ -1,0 +1,153 @@
+"""What a stage's process (or thread) runs: open engine and connector, join them, run until told to stop.
+
+The main thread is the engine's; the pump has its own.  Whatever goes wrong on the way up is one ``Fatal`` with the reason, so
+that the application can say it in one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvbaton import messages
+from kvbaton.connector import ConnectorContext, ConnectorPlugin, MemoryKind, Need, Reach
+from kvbaton.control import StageChannel
+from kvbaton.engine import EnginePlugin, Role, StageEngine
+from kvbaton.errors import KvbatonError
+from kvbaton.guard import GuardedConnector, GuardLimits
+from kvbaton.launch import Lifeline, StageSpec
+from kvbaton.plugins import choose_connector, choose_engine
+from kvbaton.settings import Settings
+from kvbaton.stage.decode import DecodeStage
+from kvbaton.stage.engine_loop import EngineLoop
+from kvbaton.stage.planner import ChunkLimits, ChunkPlanner
+from kvbaton.stage.prefill import PrefillStage
+from kvbaton.stage.pump import Pump
+from kvbaton.stage.stage import Stage
+
+_log = logging.getLogger(__name__)
+
+ENTRY = "kvbaton.stage.worker:main"
+
+
+def stage_settings(settings: Settings, device: int | None, reach: Reach) -> Mapping[str, Any]:
+    """What :func:`main` wants in ``StageSpec.settings``."""
+    return {"settings": settings.model_dump(mode="json"), "device": device, "reach": reach}
+
+
+def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
+    """Be one stage.  The status is 0 where it ended as ordered."""
+    settings = Settings.model_validate(spec.settings["settings"])
+    device: int | None = spec.settings["device"]
+    kind: MemoryKind = "host" if device is None else "cuda"
+    try:
+        engine_plugin, engine_options = choose_engine(settings.engine)
+        connector_plugin, connector_options = choose_connector(
+            settings.transport, Need(kind, spec.settings["reach"])
+        )
+        engine = engine_plugin.open(settings.model, engine_options, Role(spec.role), device)
+    except KvbatonError as error:
+        _refuse(spec, channel, error)
+        return 1
+    try:
+        guard = open_guard(connector_plugin, connector_options, engine, settings, channel, device)
+    except KvbatonError as error:
+        engine.close()
+        _refuse(spec, channel, error)
+        return 1
+    stage, loop = join(engine, guard, settings, channel)
+    return run(stage, loop, engine, settings)
+
+
+def open_guard(
+    plugin: ConnectorPlugin, options: Any, engine: StageEngine, settings: Settings, channel: StageChannel,
+    device: int | None, clock: Callable[[], float] = time.monotonic,
+) -> GuardedConnector:  # fmt: skip
+    """A guarded connector with the engine's memory registered, not yet owned by any thread."""
+    connector = plugin.open(options, ConnectorContext(channel.peer, device))
+    guard = GuardedConnector(
+        connector,
+        transport=plugin.name,
+        version=str(plugin.api_version),
+        peer=channel.peer,
+        geometry=engine.geometry.encode(),
+        limits=GuardLimits(
+            inflight_bytes=settings.transfer.inflight_bytes,
+            inflight_segments=settings.transfer.inflight_segments,
+            unreceipted_chunks=settings.transfer.unreceipted_chunks,
+            quarantine_bytes=settings.limits.quarantine_bytes,
+        ),
+        connect_deadline=settings.deadline.connect,
+        chunk_deadline=settings.deadline.chunk,
+        clock=clock,
+    )
+    try:
+        allocated = guard.capabilities.memory_origin == "allocated"
+        guard.register(engine.regions(guard.allocate if allocated else None))
+    except BaseException:
+        guard.close()
+        raise
+    guard.detach()
+    return guard
+
+
+def join(
+    engine: StageEngine, guard: GuardedConnector, settings: Settings, channel: StageChannel,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Stage, EngineLoop]:  # fmt: skip
+    """The stage around an engine and a connector, and the loop that runs the engine.  Starts nothing."""
+    stage: Stage
+    loop: EngineLoop
+    common: dict[str, Any] = {
+        "peer": channel.peer,
+        "guard": guard,
+        "channel": channel,
+        "capacity": engine.capacity(),
+        "post": lambda command: loop.post(command),
+        "clock": clock,
+        "shutdown_deadline": settings.deadline.shutdown,
+    }
+    if engine.role is Role.PREFILL:
+        able = guard.capabilities
+        limits = ChunkLimits(
+            min(settings.transfer.chunk_bytes, able.max_chunk_bytes),
+            min(settings.transfer.chunk_segments, able.max_segments),
+            able.alignment,
+        )
+        planner = ChunkPlanner(engine.geometry, limits)
+        prefill = PrefillStage(planner, backlog_bytes=settings.transfer.inflight_bytes, **common)
+        stage, can_schedule = prefill, prefill.can_schedule
+    else:
+        stage, can_schedule = DecodeStage(engine.geometry, **common), lambda transfer, tokens: True
+    loop = EngineLoop(engine, stage.report, can_schedule)
+    return stage, loop
+
+
+def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings) -> int:
+    """Run the engine on this thread and the pump on its own until the stage has ended."""
+    pump = Pump(
+        stage, name=f"kvbaton-pump-{stage.peer.name}", idle_min=settings.pump.idle_min,
+        idle_max=settings.pump.idle_max, failed=stage.pump_failed,
+    )  # fmt: skip
+    pump.start()
+    try:
+        loop.run()
+    finally:
+        # the loop ends on the pump's word only; a hung pump is the launcher's to kill
+        pump.join()
+        engine.close()
+    outcome = stage.outcome
+    assert outcome is not None, "the pump ends with an outcome"
+    log = _log.info if outcome.status == 0 else _log.error
+    log("%s ended: %s", stage.peer, outcome.reason)
+    return outcome.status
+
+
+def _refuse(spec: StageSpec, channel: StageChannel, error: KvbatonError) -> None:
+    _log.error("stage %s cannot start: %s", spec.name, error)
+    channel.send(messages.Fatal(str(error)))
+
+
+__all__ = ["ENTRY", "EnginePlugin", "join", "main", "open_guard", "run", "stage_settings"]
