@@ -1,0 +1,1056 @@
+"""The coordinator machine: requests that wait, transfers under way, the peers they are on, and the books of credits.
+
+Sans-IO: every method is one event and returns the effects it has, in order.  Times are seconds of one monotonic clock, passed
+in as ``now``; :meth:`Coordinator.next_deadline` says when :meth:`Coordinator.expire` has something to do (C6.7).
+
+A request waits until a pair of stages can hold it; then a *generation* of it begins under a fresh ``TransferId`` with two
+credits, one on each stage, returned apart and exactly once (C2.5).  The request ends for its caller as early as its outcome
+is known; the entry stays until both credits are back and is then forgotten: there are no tombstones (C1.1, C1.2, T12).
+
+Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the peer is
+lost or joined.  Each look at the waiting requests is bounded by ``Limits.window``.
+
+Threading: one thread, the coordinator's event loop.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from kvbaton.engine import FinishReason, Request, Role
+from kvbaton.errors import DuplicateRequest, LocalProtocolError, PromptTooLong, RequestRefused, RuntimeClosed
+from kvbaton.handoff.credits import Ledger
+from kvbaton.handoff.effects import (
+    CoordinatorEffect,
+    Ended,
+    Ending,
+    Fault,
+    Ignored,
+    Join,
+    Kill,
+    Placed,
+    Reached,
+    Requeued,
+    SendTo,
+    Tell,
+    Tokens,
+    Violation,
+)
+from kvbaton.handoff.table import LEGAL_COORDINATOR, CoordinatorPhase, Milestones, PeerStatus
+from kvbaton.identity import PeerId, RequestKey, TransferId, new_transfer_id
+from kvbaton.messages import (
+    Ack,
+    Activated,
+    Cancel,
+    Commit,
+    Connect,
+    Connected,
+    Disconnect,
+    Failed,
+    Fatal,
+    Finished,
+    Hello,
+    Message,
+    Output,
+    PeerDown,
+    Prefill,
+    Progress,
+    Received,
+    Rejected,
+    Release,
+    Reserve,
+    Reserved,
+    Retired,
+    Stop,
+)
+
+_WAITING, _RESERVING, _PREFILLING = CoordinatorPhase.WAITING, CoordinatorPhase.RESERVING, CoordinatorPhase.PREFILLING
+_COMMITTED, _RECEIVED, _ENDED = CoordinatorPhase.COMMITTED, CoordinatorPhase.RECEIVED, CoordinatorPhase.ENDED
+_UP, _LOST, _FENCED = PeerStatus.UP, PeerStatus.LOST, PeerStatus.FENCED
+_FINISHED, _CANCELLED, _FAILED = Ending.FINISHED, Ending.CANCELLED, Ending.FAILED
+
+#: A generation in one of these has not everything at D: losing its writer ends it.
+_EXPOSED: Final = (_RESERVING, _PREFILLING, _COMMITTED)
+
+#: What :class:`Coordinator` methods return.
+Effects: TypeAlias = list[CoordinatorEffect]
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds on the queue of waiting requests.
+
+    ``waiting``: requests that may wait.  ``passes``: how often a request that fits may pass an older one that does not (C2.6).
+    ``window``: waiting requests looked at, at most, each time capacity is freed.  ``retries``: how often a request waits again
+    after a stage refused it in spite of credits, and ``retry_delay`` how long at first, in seconds; it doubles each time.
+    """
+
+    waiting: int = 4096
+    passes: int = 16
+    window: int = 32
+    retries: int = 8
+    retry_delay: float = 0.05
+
+
+class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds that each phase may last (C6.7); ``inf``: for ever.
+
+    ``reserve``: until D answers.  ``prefill_start``: from then until P's first progress, its queue included.  ``prefill_idle``:
+    between two signs of progress.  ``receipts``: from Commit to Received.  Each of these ends the request as failed.  ``drain``:
+    from the end of a transfer until a stage has retired it; that stage is then lost.  ``shutdown``: from Stop until a stage
+    was joined; it is then killed.
+    """
+
+    reserve: float = 30.0
+    prefill_start: float = 120.0
+    prefill_idle: float = 60.0
+    receipts: float = 60.0
+    drain: float = 60.0
+    shutdown: float = 30.0
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """A prefill and a decode stage that are up, connected to each other, and can hold the request now.
+
+    Loads are the share of the stage's capacity that is promised, 0 to 1.
+    """
+
+    prefill: PeerId
+    decode: PeerId
+    prefill_load: float
+    decode_load: float
+
+
+#: Picks one of the pairs (never an empty sequence), or None: not now; the request waits on.
+Choose: TypeAlias = Callable[[RequestKey, Request, Sequence[Pair]], Pair | None]
+
+
+def least_loaded(key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair:
+    """The pair with the least load on both stages together; the first of equals."""
+    return min(pairs, key=lambda pair: pair.prefill_load + pair.decode_load)
+
+
+class PeerView(msgspec.Struct, frozen=True):
+    """A stage as the coordinator's books have it."""
+
+    peer: PeerId
+    role: Role
+    status: PeerStatus
+    draining: bool
+    transfers: int
+    blocks_out: int
+    blocks: int
+    slots_out: int
+    slots: int
+    repeated_returns: int
+    connected: tuple[PeerId, ...]
+
+
+class _Peer:
+    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "ledger", "ordinal", "role", "status")
+
+    def __init__(self, hello: Hello) -> None:
+        self.id = hello.peer
+        self.role = hello.role
+        self.endpoint = hello.endpoint
+        self.ledger = Ledger(hello.capacity)
+        self.status = _UP
+        #: Last creating message sent on this channel (C1.2).
+        self.ordinal = 0
+        #: Takes nothing new.
+        self.draining = False
+        #: Peers that it reported up, and those whose connection has gone down for good.
+        self.connected: set[PeerId] = set()
+        self.down: set[PeerId] = set()
+        #: Generations that are on it and not forgotten.
+        self.entries: dict[TransferId, _Entry] = {}
+
+    @property
+    def open(self) -> bool:
+        """Takes new transfers."""
+        return self.status is _UP and not self.draining
+
+
+class _Waiting:
+    __slots__ = ("age", "key", "not_before", "passes", "request", "tries")
+
+    def __init__(self, key: RequestKey, request: Request, age: int) -> None:
+        self.key = key
+        self.request = request
+        #: Order of arrival; kept when the request waits again (C2.6).
+        self.age = age
+        #: Younger requests that have passed it.
+        self.passes = 0
+        #: Refusals in spite of credits so far, and when to ask again.
+        self.tries = 0
+        self.not_before = -math.inf
+
+
+class _Entry:
+    __slots__ = ("activated", "count", "d", "d_out", "deadlines", "p", "p_out", "phase", "position", "transfer", "waiting")
+
+    def __init__(self, transfer: TransferId, waiting: _Waiting, p: _Peer, d: _Peer) -> None:
+        self.transfer = transfer
+        self.waiting = waiting
+        self.phase = _RESERVING
+        self.p = p
+        self.d = d
+        #: The two credits (C2.5).
+        self.p_out = True
+        self.d_out = True
+        #: Chunks, 0 until Commit.
+        self.count = 0
+        #: Output tokens passed on.
+        self.position = 0
+        self.activated = False
+        #: The queue its deadline is in.
+        self.deadlines: _DeadlineQueue | None = None
+
+
+class _DeadlineQueue:
+    """Entries in the order of their deadlines, which is the order in which they were set: each lasts equally long.
+
+    A renewal moves an entry to the end, so the order holds whatever is renewed.
+    """
+
+    __slots__ = ("entries", "name", "seconds")
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name = name
+        self.seconds = seconds
+        self.entries: OrderedDict[TransferId, tuple[float, _Entry]] = OrderedDict()
+
+    def first(self) -> float | None:
+        for deadline, _ in self.entries.values():
+            return deadline
+        return None
+
+    def due(self, now: float) -> _Entry | None:
+        for deadline, entry in self.entries.values():
+            return entry if deadline <= now else None
+        return None
+
+
+class Coordinator:
+    """Every request, transfer and peer of one deployment.
+
+    ``choose`` picks the pair for a request (default: least loaded); ``new_id`` makes transfer ids.
+    """
+
+    def __init__(
+        self,
+        limits: Limits = Limits(),
+        deadlines: Deadlines = Deadlines(),
+        choose: Choose = least_loaded,
+        new_id: Callable[[], TransferId] = new_transfer_id,
+    ) -> None:
+        self._limits = limits
+        self._choose = choose
+        self._new_id = new_id
+        self._now = -math.inf
+        self._peers: dict[PeerId, _Peer] = {}
+        self._prefills: dict[PeerId, _Peer] = {}
+        self._decodes: dict[PeerId, _Peer] = {}
+        self._entries: dict[TransferId, _Entry] = {}
+        self._live: dict[RequestKey, _Waiting | _Entry] = {}
+        self._queue: list[_Waiting] = []
+        self._age = 0
+        self._freed = False
+        self._later: list[float] = []
+        self._stopping = 0  # 1: senders, 2: receivers
+        self._stop_cause = ""
+        self._stop_deadline = math.inf
+        self._shutdown = deadlines.shutdown
+        self._reserve = _DeadlineQueue("reserve", deadlines.reserve)
+        self._start = _DeadlineQueue("prefill_start", deadlines.prefill_start)
+        self._idle = _DeadlineQueue("prefill_idle", deadlines.prefill_idle)
+        self._receipts = _DeadlineQueue("receipts", deadlines.receipts)
+        self._drain = _DeadlineQueue("drain", deadlines.drain)
+        self._queues = (self._reserve, self._start, self._idle, self._receipts, self._drain)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Generations that are not forgotten."""
+        return len(self._entries)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait to be placed."""
+        return len(self._queue)
+
+    @property
+    def live(self) -> int:
+        """Requests that are not terminal for their caller."""
+        return len(self._live)
+
+    @property
+    def stopping(self) -> bool:
+        """After :meth:`fatal`."""
+        return self._stopping > 0
+
+    @property
+    def closed(self) -> bool:
+        """After :meth:`fatal`: every stage was joined."""
+        return self._stopping == 2 and all(peer.status is _FENCED for peer in self._decodes.values())
+
+    def phase(self, transfer: TransferId) -> CoordinatorPhase | None:
+        """None: no entry."""
+        entry = self._entries.get(transfer)
+        return entry.phase if entry else None
+
+    def phase_of(self, key: RequestKey) -> CoordinatorPhase | None:
+        """The phase of a live request; None: no live request has this key."""
+        found = self._live.get(key)
+        return None if found is None else found.phase if isinstance(found, _Entry) else _WAITING
+
+    def credits_out(self, transfer: TransferId) -> tuple[bool, bool]:
+        """Whether P's and D's credit of a generation are out."""
+        entry = self._entries.get(transfer)
+        return (entry.p_out, entry.d_out) if entry else (False, False)
+
+    def idle(self, peer: PeerId) -> bool:
+        """No transfer is on this stage: it may be stopped in peace (after :meth:`drain`)."""
+        found = self._peers.get(peer)
+        return found is None or not found.entries
+
+    def connected(self, prefill: PeerId, decode: PeerId) -> bool:
+        """Both are up and each has reported the other up, and neither down since."""
+        p, d = self._prefills.get(prefill), self._decodes.get(decode)
+        return p is not None and d is not None and p.status is _UP and d.status is _UP and _mutual(p, d)
+
+    def peers(self) -> tuple[PeerView, ...]:
+        """Every stage that is not forgotten."""
+        return tuple(
+            PeerView(
+                p.id, p.role, p.status, p.draining, len(p.entries), p.ledger.blocks_out, p.ledger.capacity.blocks,
+                p.ledger.slots_out, p.ledger.capacity.transfer_slots, p.ledger.repeated, tuple(sorted(p.connected - p.down)),
+            )
+            for p in self._peers.values()
+        )  # fmt: skip
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, key: RequestKey, request: Request, now: float) -> Effects:
+        """Take a request; it is placed now or waits.  One terminal :class:`Ended` follows for it, whatever happens.
+
+        Raises (nothing was changed) :class:`DuplicateRequest` where ``key`` is live, :class:`PromptTooLong` where no stage that is
+        up could ever hold it, :class:`RequestRefused` where too many wait, :class:`RuntimeClosed` after :meth:`fatal`.
+        """
+        self._tick(now)
+        if self._stopping:
+            raise RuntimeClosed(f"request {key!r}: the coordinator is stopping ({self._stop_cause})", request=key)
+        if key in self._live:
+            raise DuplicateRequest(
+                f"C1.1 request {key!r} is still live; wait for its end, abort it, or choose another id", request=key
+            )
+        if len(self._queue) >= self._limits.waiting:
+            raise RequestRefused(
+                f"request {key!r}: {len(self._queue)} requests wait already; try later, or raise limits.waiting",
+                request=key, reason="too many wait",
+            )  # fmt: skip
+        self._refuse_too_long(key, request)
+        self._age += 1
+        waiting = _Waiting(key, request, self._age)
+        self._live[key] = waiting
+        self._queue.append(waiting)
+        effects: Effects = []
+        if not self._served(waiting):
+            self._refuse(waiting, self._nobody(), effects)
+            return effects
+        self._place(effects)
+        return effects
+
+    def abort(self, key: RequestKey, now: float, cause: str = "cancelled by the caller") -> Effects:
+        """End a request as cancelled; its memory comes back when its stages have drained."""
+        self._tick(now)
+        found = self._live.get(key)
+        if found is None:
+            return [Ignored(None, "abort", f"no live request {key!r}")]
+        effects: Effects = []
+        if isinstance(found, _Entry):
+            self._end(found, _CANCELLED, cause, effects)
+        else:
+            self._dequeue(found)
+            self._tell_end(found, None, _CANCELLED, cause, effects)
+        return self._settle(effects)
+
+    def place(self, now: float) -> Effects:
+        """Place waiting requests as far as they fit.  Happens by itself whenever capacity comes back."""
+        self._tick(now)
+        effects: Effects = []
+        self._place(effects)
+        return effects
+
+    # -- peers -------------------------------------------------------------------------------------------------------
+
+    def handle(self, peer: PeerId, message: Message, now: float) -> Effects:
+        """A transfer or peer message that arrived on ``peer``'s channel, in the channel's order (C9.4)."""
+        self._tick(now)
+        kind = type(message)
+        sender = self._peers.get(peer)
+        if sender is None:
+            if isinstance(message, Hello):
+                return self._hello(peer, message)
+            return [Ignored(getattr(message, "transfer", None), kind.__name__, f"{peer} is not known")]
+        if kind in _PEER_HANDLERS:
+            effects: Effects = []
+            _PEER_HANDLERS[kind](self, sender, message, effects)
+            return self._settle(effects)
+        transfer: TransferId | None = getattr(message, "transfer", None)
+        if transfer is None:
+            return [Violation("C9.1", None, peer, f"{kind.__name__} is not for the coordinator")]
+        entry = self._entries.get(transfer)
+        if entry is None:
+            return [Ignored(transfer, kind.__name__, "unknown transfer")]  # C1.2
+        effects = []
+        if sender is entry.d:
+            handler = _D_HANDLERS.get(kind)
+        elif sender is entry.p:
+            handler = _P_HANDLERS.get(kind)
+        else:
+            return [Violation("C1.4", transfer, peer, f"{kind.__name__} from a peer without part in this transfer")]
+        if handler is None:
+            self._violated(entry, sender, f"{kind.__name__} is not a word of a {sender.role.value} stage", effects)
+        else:
+            handler(self, entry, message, effects)
+        if self._freed:
+            self._settle(effects)
+        return effects
+
+    def peer_lost(self, peer: PeerId, cause: str, now: float) -> Effects:
+        """``peer``'s channel is gone, or its sequence has a gap (C9.4).  Ends what depends on it; frees nothing (C6.4)."""
+        self._tick(now)
+        found = self._peers.get(peer)
+        if found is None or found.status is not _UP:
+            return [Ignored(None, "peer lost", f"{peer} is not up")]
+        effects: Effects = []
+        self._lose(found, cause, effects)
+        return self._settle(effects)
+
+    def peer_joined(self, peer: PeerId, now: float) -> Effects:
+        """``peer``'s process was joined: it neither reads, writes nor sends any more.  The first half of a fence (C6.4)."""
+        self._tick(now)
+        found = self._peers.get(peer)
+        if found is None or found.status is _FENCED:
+            return [Ignored(None, "peer joined", f"{peer} is not known or was joined before")]
+        effects: Effects = []
+        if found.status is _UP:
+            self._lose(found, "its process ended", effects, kill=False)
+        found.status = _FENCED
+        # what it had sent may still sit in the others' ends, so they close these first, on the same channel as any Release
+        others = self._decodes if found.role is Role.PREFILL else self._prefills
+        effects += [SendTo(other.id, Disconnect(peer)) for other in others.values() if other.status is _UP]
+        for entry in tuple(found.entries.values()):
+            if entry.p is found and entry.p_out:
+                self._p_over(entry, effects)
+            elif entry.d is found and entry.d_out:
+                self._d_over(entry)
+        self._forget_peer(found)
+        self._stop_receivers(effects)
+        return self._settle(effects)
+
+    def drain(self, peer: PeerId, now: float) -> Effects:
+        """Place nothing more on ``peer``; what is on it goes on.  See :meth:`idle`, then :meth:`dismiss`."""
+        self._tick(now)
+        found = self._peers.get(peer)
+        if found is None:
+            raise LocalProtocolError(f"there is no stage {peer}; known: {', '.join(map(str, self._peers)) or 'none'}")
+        effects: Effects = []
+        found.draining = True
+        self._refuse_unserved(effects)
+        return effects
+
+    def dismiss(self, peer: PeerId, now: float) -> Effects:
+        """Tell a drained, idle stage to exit.  Raises :class:`LocalProtocolError` while a transfer is on it."""
+        self._tick(now)
+        found = self._peers.get(peer)
+        if found is None or found.status is not _UP or not found.draining or found.entries:
+            raise LocalProtocolError(f"{peer} is not up, drained and idle: drain it and wait first", peer=peer)
+        return [SendTo(peer, Stop()), Join(peer)]
+
+    def fatal(self, cause: str, now: float) -> Effects:
+        """Stop everything: end every request, stop and join every P, then every D (C6.2).  See :attr:`closed`."""
+        self._tick(now)
+        if self._stopping:
+            return [Ignored(None, "fatal", "already stopping")]
+        self._stopping = 1
+        self._stop_cause = cause
+        self._stop_deadline = self._now + self._shutdown
+        effects: Effects = []
+        for found in tuple(self._live.values()):
+            if isinstance(found, _Entry):
+                self._end(found, _FAILED, cause, effects)
+            else:
+                self._refuse(found, cause, effects)
+        for p in self._prefills.values():
+            if p.status is _UP:
+                effects += [SendTo(p.id, Stop()), Join(p.id)]
+        self._stop_receivers(effects)
+        self._freed = False
+        return effects
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`expire` has something to do at the earliest; None: never, as things stand."""
+        times = [first for queue in self._queues if (first := queue.first()) is not None]
+        if self._later and self._queue:
+            times.append(self._later[0])
+        if self._stopping and not self.closed:
+            times.append(self._stop_deadline)
+        soonest = min(times, default=math.inf)
+        return soonest if soonest < math.inf else None
+
+    def expire(self, now: float) -> Effects:
+        """Act on every deadline that has passed (C6.7)."""
+        self._tick(now)
+        effects: Effects = []
+        for queue in self._queues:
+            while (entry := queue.due(self._now)) is not None:
+                self._set_deadline(entry, None)
+                text = f"C6.7: deadline.{queue.name} of {queue.seconds:g} s passed in {entry.phase.name}"
+                if queue is self._drain:
+                    self._overdue(entry, text, effects)
+                else:
+                    whom = entry.d if queue in (self._reserve, self._receipts) else entry.p
+                    self._end(entry, _FAILED, f"{text}, waiting for {whom.id}", effects)
+        while self._later and self._later[0] <= self._now:
+            heapq.heappop(self._later)
+            self._freed = True
+        if self._stopping and self._stop_deadline <= self._now:
+            self._stop_deadline = math.inf
+            for peer in tuple((self._prefills if self._stopping == 1 else self._decodes).values()):
+                if peer.status is _UP:
+                    self._lose(peer, f"C6.7: deadline.shutdown of {self._shutdown:g} s passed", effects)
+        return self._settle(effects)
+
+    # -- peer messages -----------------------------------------------------------------------------------------------
+
+    def _hello(self, peer: PeerId, message: Hello) -> Effects:
+        if message.peer != peer or message.role not in (Role.PREFILL, Role.DECODE):
+            return [Violation("C1.4", None, peer, f"Hello of {message.peer} as {message.role.value}")]
+        effects: Effects = []
+        for old in tuple(self._peers.values()):
+            if old.id.name == peer.name and old.status is _UP:
+                if old.id.epoch > peer.epoch:
+                    return [Violation("C1.4", None, peer, f"{old.id} of a later start is up")]
+                self._lose(old, f"replaced by {peer}", effects)
+        new = _Peer(message)
+        self._peers[peer] = new
+        mine, others = (
+            (self._prefills, self._decodes) if new.role is Role.PREFILL else (self._decodes, self._prefills)
+        )
+        mine[peer] = new
+        if self._stopping:
+            effects += [SendTo(peer, Stop()), Join(peer)]
+            return effects
+        for other in others.values():
+            if other.status is _UP:
+                effects += [SendTo(peer, Connect(other.endpoint)), SendTo(other.id, Connect(new.endpoint))]
+        return self._settle(effects)
+
+    def _hello_again(self, sender: _Peer, message: Hello, effects: Effects) -> None:
+        effects.append(Ignored(None, "Hello", "repeated"))
+
+    def _connected(self, sender: _Peer, message: Connected, effects: Effects) -> None:
+        if message.peer in sender.connected or message.peer in sender.down:
+            effects.append(Ignored(None, "Connected", "repeated or late"))
+            return
+        sender.connected.add(message.peer)
+        self._freed = True
+
+    def _peer_down(self, sender: _Peer, message: PeerDown, effects: Effects) -> None:
+        """A connection between two stages has ended; from D and quiet, P is *severed*: fenced in one direction (C6.4, A9)."""
+        other = self._peers.get(message.peer)
+        sender.connected.discard(message.peer)
+        if other is None or other.status is _FENCED or other.role is sender.role:
+            effects.append(Ignored(None, "PeerDown", f"{message.peer} is not known or was joined"))
+            return
+        sender.down.add(other.id)
+        p, d = (sender, other) if sender.role is Role.PREFILL else (other, sender)
+        pair = [entry for entry in sender.entries.values() if entry.p is p and entry.d is d]
+        cause = f"the connection from {p.id} to {d.id} is down: {message.cause or 'no reason given'}"
+        for entry in pair:
+            if entry.phase in _EXPOSED:
+                self._end(entry, _FAILED, cause, effects)
+        if sender is d and message.quiet and d.status is _UP:
+            # D's memory is fenced; P may still be reading its own, so P's credit stays out
+            effects += [SendTo(d.id, Release(e.transfer)) for e in pair if e.phase is _ENDED and e.d_out]
+        effects.append(Fault(None, cause))
+        self._refuse_unserved(effects)
+
+    def _fatal_peer(self, sender: _Peer, message: Fatal, effects: Effects) -> None:
+        if sender.status is _UP:
+            self._lose(sender, message.cause, effects)
+        else:
+            effects.append(Ignored(None, "Fatal", f"{sender.id} is not up"))
+
+    # -- transfer messages -------------------------------------------------------------------------------------------
+    # A message whose milestone has passed is late or repeated: ignored.  One whose milestone cannot be true yet is a violation
+    # by its sender (C7.4).
+
+    def _reserved(self, entry: _Entry, message: Reserved, effects: Effects) -> None:
+        if entry.phase is not _RESERVING:
+            return self._late(entry, message, effects)
+        self._move(entry, _PREFILLING)
+        p = entry.p
+        p.ordinal += 1  # numbered on its own channel, when it is sent (A4)
+        prefill = Prefill(entry.transfer, p.ordinal, entry.waiting.request, message.reservation, entry.d.id)
+        effects.append(SendTo(p.id, prefill))
+        effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.RESERVED, entry.d.id))
+        self._set_deadline(entry, self._start)
+
+    def _rejected(self, entry: _Entry, message: Rejected, effects: Effects) -> None:
+        """D holds nothing: its Retired before it began."""
+        if entry.phase is _RESERVING:
+            waiting = entry.waiting
+            again = message.retry and not self._stopping and waiting.tries < self._limits.retries
+            if not again:
+                times = f" ({waiting.tries + 1} times)" if waiting.tries else ""
+                self._give_back_d(entry)
+                self._end(entry, _FAILED, f"{entry.d.id} refused{times}: {message.cause}", effects)
+                return
+            self._give_back_d(entry)
+            self._give_back_p(entry)
+            self._move(entry, _ENDED)
+            self._set_deadline(entry, None)
+            self._forget(entry)
+            effects.append(Tell(waiting.key, entry.transfer, Requeued(message.cause)))
+            self._wait_again(waiting, effects)
+        elif entry.phase is _ENDED and entry.d_out:
+            self._d_over(entry)
+        else:
+            self._violated(entry, entry.d, "Rejected after Reserved", effects)
+
+    def _progress(self, entry: _Entry, message: Progress, effects: Effects) -> None:
+        if entry.phase is _PREFILLING:
+            self._set_deadline(entry, self._idle)
+            if message.chunks <= 1:
+                effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.PREFILL_STARTED, entry.p.id))
+        elif entry.phase is _RESERVING:
+            self._violated(entry, entry.p, "Progress before its time", effects)
+        else:
+            self._late(entry, message, effects)
+
+    def _commit(self, entry: _Entry, message: Commit, effects: Effects) -> None:
+        count = message.count
+        if count <= 0 or (entry.count and entry.count != count):
+            text = f"commit of {count} chunks" + (f" after one of {entry.count}" if entry.count else "")
+            self._violated(entry, entry.p, text, effects)
+        elif entry.phase is _PREFILLING:
+            self._move(entry, _COMMITTED)
+            entry.count = count
+            effects.append(SendTo(entry.d.id, message))
+            effects.append(
+                Reached(
+                    entry.waiting.key, entry.transfer, Milestones.COMMITTED, entry.p.id, message.timings, count,
+                    message.segments, message.nbytes,
+                )
+            )  # fmt: skip
+            self._set_deadline(entry, self._receipts)
+        elif entry.phase is _RESERVING:
+            self._violated(entry, entry.p, "Commit before its time", effects)
+        else:
+            self._late(entry, message, effects)
+
+    def _received(self, entry: _Entry, message: Received, effects: Effects) -> None:
+        if entry.phase is _COMMITTED:
+            self._move(entry, _RECEIVED)
+            effects.append(SendTo(entry.p.id, Ack(entry.transfer)))  # C4.1
+            effects.append(
+                Reached(entry.waiting.key, entry.transfer, Milestones.RECEIVED, entry.d.id, message.timings)
+            )
+            self._set_deadline(entry, None)
+        elif entry.phase is _RESERVING or entry.phase is _PREFILLING:
+            self._violated(entry, entry.d, "Received before its time", effects)
+        else:
+            self._late(entry, message, effects)
+
+    def _activated(self, entry: _Entry, message: Activated, effects: Effects) -> None:
+        if entry.phase is _RECEIVED and not entry.activated:
+            entry.activated = True
+            effects.append(
+                Reached(entry.waiting.key, entry.transfer, Milestones.ACTIVATED, entry.d.id, message.timings)
+            )
+        elif entry.phase in _EXPOSED:
+            self._violated(entry, entry.d, "Activated before its time", effects)
+        else:
+            self._late(entry, message, effects)
+
+    def _output(self, entry: _Entry, message: Output, effects: Effects) -> None:
+        if entry.phase in _EXPOSED:
+            self._violated(entry, entry.d, "Output before its time", effects)
+        elif entry.phase is _ENDED or message.position < entry.position:
+            self._late(entry, message, effects)
+        elif message.position > entry.position:
+            text = f"Output at {message.position} where {entry.position} comes next"
+            self._violated(entry, entry.d, text, effects)
+        else:
+            entry.position += len(message.token_ids)
+            tokens = Tokens(message.position, message.token_ids, message.exit_depths)
+            effects.append(Tell(entry.waiting.key, entry.transfer, tokens))
+
+    def _finished(self, entry: _Entry, message: Finished, effects: Effects) -> None:
+        if entry.phase is _RECEIVED:
+            self._end(entry, _FINISHED, "", effects, message.reason)
+        elif entry.phase in _EXPOSED:
+            self._violated(entry, entry.d, "Finished before its time", effects)
+        else:
+            self._late(entry, message, effects)
+
+    def _failed_p(self, entry: _Entry, message: Failed, effects: Effects) -> None:
+        """The chunks will not all arrive.  After Received that is P's own affair."""
+        if entry.phase is _PREFILLING or entry.phase is _COMMITTED:
+            self._end(entry, _FAILED, f"{entry.p.id}: {message.cause}", effects)
+        elif entry.phase is _RESERVING:
+            self._violated(entry, entry.p, "Failed before its time", effects)
+        else:
+            self._late(entry, message, effects)
+
+    def _failed_d(self, entry: _Entry, message: Failed, effects: Effects) -> None:
+        if entry.phase is _RESERVING:
+            self._violated(entry, entry.d, "Failed before its time", effects)
+        elif entry.phase is _ENDED:
+            self._late(entry, message, effects)
+        else:
+            self._end(entry, _FAILED, f"{entry.d.id}: {message.cause}{_missing(message)}", effects)
+        if message.culprit is not None and message.culprit == entry.p.id and entry.p.status is _UP:
+            self._lose(entry.p, f"{entry.d.id}: {message.cause}", effects)  # it may have hit memory (C7.2)
+
+    def _retired_p(self, entry: _Entry, message: Retired, effects: Effects) -> None:
+        if not entry.p_out:
+            entry.p.ledger.give_back(entry.transfer)  # counts the second return (C2.5)
+            return self._late(entry, message, effects)
+        if entry.phase in _EXPOSED:
+            text = "P retired a transfer that was neither acknowledged nor ended"
+            return self._violated(entry, entry.p, text, effects)
+        self._p_over(entry, effects)
+        effects.append(
+            Reached(entry.waiting.key, entry.transfer, Milestones.SOURCE_RETIRED, entry.p.id, message.timings)
+        )
+
+    def _retired_d(self, entry: _Entry, message: Retired, effects: Effects) -> None:
+        if not entry.d_out:
+            entry.d.ledger.give_back(entry.transfer)
+            return self._late(entry, message, effects)
+        if entry.phase is not _ENDED:
+            return self._violated(entry, entry.d, "D retired a transfer that has not ended", effects)
+        self._d_over(entry)
+        effects.append(
+            Reached(entry.waiting.key, entry.transfer, Milestones.DESTINATION_RETIRED, entry.d.id, message.timings)
+        )
+
+    def _late(self, entry: _Entry, message: Message, effects: Effects) -> None:
+        reason = "ended" if entry.phase is _ENDED else "repeated"
+        effects.append(Ignored(entry.transfer, type(message).__name__, reason))
+
+    def _violated(self, entry: _Entry, sender: _Peer, text: str, effects: Effects) -> None:
+        """The message is not applied; the transfer ends."""
+        effects.append(Violation("C7.4", entry.transfer, sender.id, text))
+        if entry.phase is not _ENDED:
+            self._end(entry, _FAILED, f"C7.4: {sender.id}: {text}", effects)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def _end(
+        self, entry: _Entry, ending: Ending, cause: str, effects: Effects, reason: FinishReason | None = None
+    ) -> None:
+        """Terminal for the caller.  Tell whoever still works on it; keep the credits until they have retired (C2.5)."""
+        phase = entry.phase
+        transfer = entry.transfer
+        self._tell_end(entry.waiting, transfer, ending, cause, effects, reason)
+        if ending is not _FINISHED:
+            if (phase is _PREFILLING or phase is _COMMITTED) and entry.p.status is _UP:
+                effects.append(SendTo(entry.p.id, Cancel(transfer)))
+            if entry.d_out and entry.d.status is _UP:
+                # P was never told, so no writer is left
+                word = Release(transfer) if phase is _RESERVING else Cancel(transfer)
+                effects.append(SendTo(entry.d.id, word))
+        self._move(entry, _ENDED)
+        if phase is _RESERVING and entry.p_out:
+            self._give_back_p(entry)
+        self._set_deadline(entry, self._drain)
+        self._forget(entry)
+
+    def _tell_end(
+        self,
+        waiting: _Waiting,
+        transfer: TransferId | None,
+        ending: Ending,
+        cause: str,
+        effects: Effects,
+        reason: FinishReason | None = None,
+    ) -> None:
+        del self._live[waiting.key]  # C1.1
+        effects.append(Tell(waiting.key, transfer, Ended(ending, reason, cause)))
+
+    def _p_over(self, entry: _Entry, effects: Effects) -> None:
+        """P's side holds nothing any more and writes nothing any more, by its own word or by a fence."""
+        self._give_back_p(entry)
+        if entry.phase is _ENDED and entry.d_out:
+            if entry.d.status is _UP:
+                effects.append(SendTo(entry.d.id, Release(entry.transfer)))  # C5.2
+            self._set_deadline(entry, self._drain)  # D's time starts here
+        self._forget(entry)
+
+    def _d_over(self, entry: _Entry) -> None:
+        self._give_back_d(entry)
+        self._forget(entry)
+
+    def _give_back_p(self, entry: _Entry) -> None:
+        entry.p_out = False
+        entry.p.ledger.give_back(entry.transfer)
+        self._freed = True
+
+    def _give_back_d(self, entry: _Entry) -> None:
+        entry.d_out = False
+        entry.d.ledger.give_back(entry.transfer)
+        self._freed = True
+
+    def _forget(self, entry: _Entry) -> None:
+        if entry.phase is not _ENDED or entry.p_out or entry.d_out:
+            return
+        self._set_deadline(entry, None)
+        del self._entries[entry.transfer]
+        for peer in (entry.p, entry.d):
+            del peer.entries[entry.transfer]
+            self._forget_peer(peer)
+
+    def _overdue(self, entry: _Entry, text: str, effects: Effects) -> None:
+        """A stage that does not retire an ended transfer is lost.  P first: D cannot before P has."""
+        guilty = entry.p if entry.p_out else entry.d
+        if guilty.status is _UP:
+            self._lose(guilty, f"{text} of {entry.transfer}", effects)
+
+    # -- peers, inside -----------------------------------------------------------------------------------------------
+
+    def _lose(self, peer: _Peer, cause: str, effects: Effects, kill: bool = True) -> None:
+        peer.status = _LOST
+        effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}"))
+        if kill:
+            effects.append(Kill(peer.id, cause))
+        for entry in tuple(peer.entries.values()):
+            if entry.phase in _EXPOSED or (entry.phase is _RECEIVED and entry.d is peer):
+                self._end(entry, _FAILED, f"{peer.id} is lost: {cause}", effects)
+        self._refuse_unserved(effects)
+
+    def _forget_peer(self, peer: _Peer) -> None:
+        """A joined peer without transfers is forgotten, also by the others (T12)."""
+        if peer.status is not _FENCED or peer.entries or peer.id not in self._peers:
+            return
+        del self._peers[peer.id]
+        (self._prefills if peer.role is Role.PREFILL else self._decodes).pop(peer.id)
+        for other in self._peers.values():
+            other.connected.discard(peer.id)
+            other.down.discard(peer.id)
+
+    def _stop_receivers(self, effects: Effects) -> None:
+        if self._stopping != 1 or any(p.status is not _FENCED for p in self._prefills.values()):
+            return
+        self._stopping = 2
+        self._stop_deadline = self._now + self._shutdown
+        for d in self._decodes.values():
+            if d.status is _UP:
+                effects += [SendTo(d.id, Stop()), Join(d.id)]
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    def _settle(self, effects: Effects) -> Effects:
+        """Place what fits now that something has changed."""
+        if self._freed:
+            self._freed = False
+            if self._queue:
+                self._place(effects)
+        return effects
+
+    def _place(self, effects: Effects) -> None:
+        self._freed = False
+        while self._queue and not self._stopping and self._place_one(effects):
+            pass
+
+    def _place_one(self, effects: Effects) -> bool:
+        """Place the oldest request that fits, unless it would pass one that was passed too often (C2.6)."""
+        prefills = [p for p in self._prefills.values() if p.open and p.ledger.slots_free]
+        decodes = [d for d in self._decodes.values() if d.open and d.ledger.slots_free]
+        if not prefills or not decodes:
+            return False
+        for index, waiting in enumerate(self._queue[: self._limits.window]):
+            if waiting.not_before <= self._now:
+                pairs = _pairs(waiting.request, prefills, decodes)
+                pair = self._choose(waiting.key, waiting.request, pairs) if pairs else None
+                if pair is not None:
+                    for older in self._queue[:index]:
+                        older.passes += 1
+                    del self._queue[index]
+                    self._begin(waiting, self._prefills[pair.prefill], self._decodes[pair.decode], effects)
+                    return True
+            if waiting.passes >= self._limits.passes:
+                return False
+        return False
+
+    def _begin(self, waiting: _Waiting, p: _Peer, d: _Peer, effects: Effects) -> None:
+        """Take both credits at once and ask D first (C2.1)."""
+        transfer = self._new_id()
+        request = waiting.request
+        p.ledger.take(transfer, p.ledger.capacity.blocks_for(len(request.prompt)))
+        budget = d.ledger.capacity.blocks_for(request.max_length)
+        d.ledger.take(transfer, budget)
+        entry = _Entry(transfer, waiting, p, d)
+        self._entries[transfer] = p.entries[transfer] = d.entries[transfer] = entry
+        self._live[waiting.key] = entry
+        d.ordinal += 1
+        effects.append(Tell(waiting.key, transfer, Placed(p.id, d.id)))
+        effects.append(SendTo(d.id, Reserve(transfer, d.ordinal, request, budget, p.id)))
+        effects.append(Reached(waiting.key, transfer, Milestones.PLACED))
+        self._set_deadline(entry, self._reserve)
+
+    def _wait_again(self, waiting: _Waiting, effects: Effects) -> None:
+        waiting.tries += 1
+        waiting.not_before = self._now + self._limits.retry_delay * 2 ** (waiting.tries - 1)
+        self._live[waiting.key] = waiting
+        bisect.insort(self._queue, waiting, key=_age)
+        heapq.heappush(self._later, waiting.not_before)
+        if not self._served(waiting):
+            self._refuse(waiting, self._nobody(), effects)
+
+    def _dequeue(self, waiting: _Waiting) -> None:
+        index = bisect.bisect_left(self._queue, waiting.age, key=_age)
+        del self._queue[index]
+
+    def _refuse(self, waiting: _Waiting, cause: str, effects: Effects) -> None:
+        self._dequeue(waiting)
+        self._tell_end(waiting, None, _FAILED, cause, effects)
+
+    def _refuse_unserved(self, effects: Effects) -> None:
+        """No stage that is left can serve a waiting request: it fails now rather than wait for ever."""
+        for waiting in [w for w in self._queue if not self._served(w)]:
+            self._refuse(waiting, self._nobody(), effects)
+
+    def _served(self, waiting: _Waiting) -> bool:
+        request = waiting.request
+        return any(
+            p.open and _holds(p, len(request.prompt))
+            and any(d.open and _holds(d, request.max_length) and _possible(p, d) for d in self._decodes.values())
+            for p in self._prefills.values()
+        )  # fmt: skip
+
+    def _nobody(self) -> str:
+        if not any(p.open for p in self._prefills.values()):
+            return "no prefill stage is up and takes requests"
+        if not any(d.open for d in self._decodes.values()):
+            return "no decode stage is up and takes requests"
+        return "no connected pair of stages that is left can hold the request"
+
+    def _refuse_too_long(self, key: RequestKey, request: Request) -> None:
+        for peers, tokens, what in (
+            (self._prefills, len(request.prompt), "prompt"),
+            (self._decodes, request.max_length, "prompt plus permitted growth"),
+        ):
+            able = [peer for peer in peers.values() if peer.open]
+            if able and not any(_holds(peer, tokens) for peer in able):
+                limit = max(_longest(peer) for peer in able)
+                raise PromptTooLong(
+                    f"C2.4 request {key!r}: its {what} is {tokens} tokens and no {able[0].role.value} stage holds more than"
+                    f" {limit}; shorten it, lower max_tokens, or give the stages more blocks",
+                    request=key, tokens=tokens, limit=limit,
+                )  # fmt: skip
+
+    # -- small -------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        if now > self._now:
+            self._now = now
+
+    def _set_deadline(self, entry: _Entry, queue: _DeadlineQueue | None) -> None:
+        if entry.deadlines is not None:
+            del entry.deadlines.entries[entry.transfer]
+        entry.deadlines = queue
+        if queue is not None:
+            queue.entries[entry.transfer] = (self._now + queue.seconds, entry)
+
+    def _move(self, entry: _Entry, phase: CoordinatorPhase) -> None:
+        if (entry.phase, phase) not in LEGAL_COORDINATOR:
+            raise LocalProtocolError(
+                f"C cannot go from {entry.phase} to {phase}: a defect in the coordinator machine"
+            )
+        entry.phase = phase
+
+
+def _age(waiting: _Waiting) -> int:
+    return waiting.age
+
+
+def _mutual(p: _Peer, d: _Peer) -> bool:
+    return d.id in p.connected and p.id in d.connected and d.id not in p.down and p.id not in d.down
+
+
+def _possible(p: _Peer, d: _Peer) -> bool:
+    """Connected, or may yet be."""
+    return d.id not in p.down and p.id not in d.down
+
+
+def _holds(peer: _Peer, tokens: int) -> bool:
+    capacity = peer.ledger.capacity
+    return tokens <= capacity.max_tokens and peer.ledger.fits_ever(capacity.blocks_for(tokens))
+
+
+def _longest(peer: _Peer) -> int:
+    capacity = peer.ledger.capacity
+    return min(capacity.max_tokens, capacity.blocks * capacity.block_tokens) if capacity.transfer_slots else 0
+
+
+def _fits(peer: _Peer, tokens: int) -> bool:
+    capacity = peer.ledger.capacity
+    return tokens <= capacity.max_tokens and peer.ledger.fits(capacity.blocks_for(tokens))
+
+
+def _pairs(request: Request, prefills: Sequence[_Peer], decodes: Sequence[_Peer]) -> list[Pair]:
+    """Every pair that can hold the request now."""
+    able = [d for d in decodes if _fits(d, request.max_length)]
+    if not able:
+        return []
+    return [
+        Pair(p.id, d.id, p.ledger.load, d.ledger.load)
+        for p in prefills
+        if _fits(p, len(request.prompt))
+        for d in able
+        if _mutual(p, d)
+    ]
+
+
+def _missing(message: Failed) -> str:
+    return f" (no receipt of chunks {', '.join(map(str, message.missing))})" if message.missing else ""
+
+
+_Handler: TypeAlias = Callable[[Coordinator, _Entry, Any, Effects], None]
+_PeerHandler: TypeAlias = Callable[[Coordinator, _Peer, Any, Effects], None]
+
+_P_HANDLERS: Final[dict[type[Any], _Handler]] = {
+    Progress: Coordinator._progress,
+    Commit: Coordinator._commit,
+    Failed: Coordinator._failed_p,
+    Retired: Coordinator._retired_p,
+}
+_D_HANDLERS: Final[dict[type[Any], _Handler]] = {
+    Reserved: Coordinator._reserved,
+    Rejected: Coordinator._rejected,
+    Received: Coordinator._received,
+    Activated: Coordinator._activated,
+    Output: Coordinator._output,
+    Finished: Coordinator._finished,
+    Failed: Coordinator._failed_d,
+    Retired: Coordinator._retired_d,
+}
+_PEER_HANDLERS: Final[dict[type[Any], _PeerHandler]] = {
+    Hello: Coordinator._hello_again,
+    Connected: Coordinator._connected,
+    PeerDown: Coordinator._peer_down,
+    Fatal: Coordinator._fatal_peer,
+}
