@@ -261,6 +261,7 @@ def test_the_pool_refuses_what_would_break_its_books() -> None:
         lambda pool: pool._named.__setitem__(b"x", 5),
         lambda pool: pool._cached.__setitem__(7, None),
     ],
+    ids=["lost", "free twice", "owned by two", "leased", "used", "deferred", "names lost", "named", "cached"],
 )  # fmt: skip
 def test_check_finds_damaged_books(damage: Callable[[BlockPool], object]) -> None:
     cache = make()
