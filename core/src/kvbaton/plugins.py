@@ -254,7 +254,7 @@ def _checked(group: str, loaded: _Loaded) -> _Loaded:
     plugin, word = loaded.plugin, _WORD[group]
     facts = {"name": loaded.name, "distribution": loaded.source or None}
     if isinstance(plugin, type):
-        raise PluginBroken(f"{word} {loaded} is a class, {plugin.__qualname__}: name an instance of it", **facts)
+        raise PluginBroken(f"{word} {loaded} is a class, {plugin.__name__}: name an instance of it", **facts)
     missing = [member for member in ("name", "api_version", "Options") if not hasattr(plugin, member)]
     missing += [member for member in _MEMBERS[group] if not callable(getattr(plugin, member, None))]
     if missing:
@@ -375,9 +375,8 @@ def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
         reason, remedy = _reach(able, need)
     elif able is not None and need.memory_kind not in able.memory_kinds:
         capability = "memory_kinds"
-        reason = (
-            f"moves {' and '.join(sorted(able.memory_kinds)) or 'no'} memory only, and {need.memory_kind} is asked for"
-        )
+        kinds = " and ".join(sorted(able.memory_kinds)) or "no"
+        reason = f"moves {kinds} memory only, and {need.memory_kind} memory is asked for"
         remedy = (
             "unset stages.devices or choose another transport" if need.memory_kind == "cuda" else "set stages.devices"
         )
