@@ -3,8 +3,8 @@
 For each distribution: build the sdist, and the wheel from the sdist; look into the wheel (``py.typed``, licence, no
 stray files); install it with its dependencies and nothing else; import it and load its entry points; see that torch
 came along only where it is a declared dependency; then add what its tests need (its dependency group ``test``,
-first-party members taken from the wheels just built) and run its tests on a copy, so that nothing can come from the
-source tree.
+first-party members taken from the wheels just built; and ``test-without-dependencies``) and run its tests on a copy,
+so that nothing can come from the source tree.
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones
@@ -56,6 +56,7 @@ class Distribution:
     package: str
     needs_torch: bool
     test_needs: tuple[str, ...]
+    test_needs_alone: tuple[str, ...]
 
     @property
     def wheel(self) -> str:
@@ -68,7 +69,7 @@ def distributions() -> list[Distribution]:
     found = []
     for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]):
         content: dict[str, Any] = tomllib.loads(file.read_text())
-        project = content["project"]
+        project, groups = content["project"], content.get("dependency-groups", {})
         names = [requirement.split(">")[0].split("~")[0].strip() for requirement in project.get("dependencies", ())]
         found.append(
             Distribution(
@@ -77,7 +78,8 @@ def distributions() -> list[Distribution]:
                 version=project["version"],
                 package=project["name"].replace("-", "_"),
                 needs_torch="torch" in names,
-                test_needs=tuple(content.get("dependency-groups", {}).get("test", ())),
+                test_needs=tuple(groups.get("test", ())),
+                test_needs_alone=tuple(groups.get("test-without-dependencies", ())),
             )
         )
     return found
@@ -120,6 +122,9 @@ def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch
         raise Unfit(f"{distribution.folder.relative_to(ROOT)} has no tests/: what shows that its wheel works?")
     run("installing what its tests need", [*install, *distribution.test_needs], scratch, **constraints)
     run("checking its dependencies", [sys.executable, "-m", "pip", "--python", python, "check"], scratch)
+    if distribution.test_needs_alone:
+        alone = [*install, "--no-deps", *distribution.test_needs_alone]
+        run("installing what its tests need without dependencies", alone, scratch, **constraints)
     shutil.copytree(distribution.folder / "tests", scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     pytest: list[str | Path] = [python, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", scratch]
     run(
