@@ -1,9 +1,10 @@
 """The wire of the control plane: typed, versioned messages in three disjoint families (C9.1, C9.3).
 
-*Transfer* messages are about exactly one transfer; *peer* messages about a stage's life; *control* messages are generic calls
-with ids of their own (C1.5).  Each family is its own tagged union with its own decoder: a decoder of one cannot accept a
-message of another.  Decoding is strict: an unknown tag, an unknown or missing field, a wrong type, a foreign version or too
-many bytes raise :class:`~kvbaton.errors.MessageError` and nothing else.  Nothing here executes what it reads.
+*Transfer* messages are about exactly one transfer; *peer* messages about a stage's life; *control* messages are
+generic calls with ids of their own (C1.5).  Each family is its own tagged union with its own decoder: a decoder of one
+cannot accept a message of another.  Decoding is strict: an unknown tag, an unknown or missing field, a wrong type, a
+foreign version or too many bytes raise :class:`~kvbaton.errors.MessageError` and nothing else.  Nothing here executes
+what it reads.
 
 The topology is a star: the coordinator C is one end of every channel, a prefill stage P or a decode stage D the other.
 ``docs/protocol.md`` has the meaning of each message; the machines in :mod:`kvbaton.handoff` have the rules.
@@ -33,7 +34,8 @@ MAX_MISSING: Final = 64
 
 Family = Literal["transfer", "peer", "control"]
 
-#: Milestone to seconds since the sender received the message that created its record.  For display: no machine reads it.
+#: Milestone to seconds since the sender received the message that created its record.  For display: no machine reads
+#: it.
 Timings: TypeAlias = dict[str, float]
 
 #: Counts creating messages on one channel, from 1, when they are sent (C1.2).
@@ -44,14 +46,14 @@ class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_u
     """A message: immutable, tagged with its name, strict about its fields."""
 
 
-# -- transfer family -----------------------------------------------------------------------------------------------------
+# -- transfer family --------------------------------------------------------------------------------------------------
 
 
 class Reserve(_Message):
     """C to D: hold memory for ``transfer``; creates D's record.
 
-    ``budget``: blocks at the worst, prompt plus permitted growth (C2.4).  ``source``: the peer that will write; receipts from
-    any other are refused (C7.2), and D grants to it before it says ``Reserved``.
+    ``budget``: blocks at the worst, prompt plus permitted growth (C2.4).  ``source``: the peer that will write;
+    receipts from any other are refused (C7.2), and D grants to it before it says ``Reserved``.
     """
 
     transfer: WireTransferId
@@ -130,7 +132,9 @@ class Activated(_Message):
 
 
 class Output(_Message):
-    """D to C: new tokens; ``position`` counts output tokens from 0.  ``exit_depths`` is empty or as long as ``token_ids``."""
+    """D to C: new tokens; ``position`` counts output tokens from 0.  ``exit_depths`` is empty or as long as
+    ``token_ids``.
+    """
 
     transfer: WireTransferId
     position: int
@@ -148,8 +152,8 @@ class Finished(_Message):
 class Failed(_Message):
     """P or D to C: cannot complete here.  Early news, not a release: the sender keeps its memory and drains.
 
-    ``missing``: sequences without evidence, at most :data:`MAX_MISSING`.  ``culprit``: a writer that may have hit memory it was
-    not given; C treats it as lost.
+    ``missing``: sequences without evidence, at most :data:`MAX_MISSING`.  ``culprit``: a writer that may have hit
+    memory it was not given; C treats it as lost.
     """
 
     transfer: WireTransferId
@@ -177,7 +181,7 @@ class Retired(_Message):
     timings: Timings = {}
 
 
-# -- peer family ---------------------------------------------------------------------------------------------------------
+# -- peer family ------------------------------------------------------------------------------------------------------
 
 
 class Hello(_Message):
@@ -225,11 +229,13 @@ class Fatal(_Message):
     cause: str
 
 
-# -- control family ------------------------------------------------------------------------------------------------------
+# -- control family ---------------------------------------------------------------------------------------------------
 
 
 class Call(_Message):
-    """C to stage: a generic call (statistics, profiling, health).  Its ids are never looked up among transfers (C1.5)."""
+    """C to stage: a generic call (statistics, profiling, health).  Its ids are never looked up among transfers
+    (C1.5).
+    """
 
     control_id: str
     session_id: str
@@ -247,8 +253,8 @@ class Reply(_Message):
 
 
 TransferMessage: TypeAlias = (
-    Reserve | Reserved | Rejected | Prefill | Progress | Commit | Received | Ack | Activated | Output | Finished | Failed
-    | Cancel | Release | Retired
+    Reserve | Reserved | Rejected | Prefill | Progress | Commit | Received | Ack | Activated | Output | Finished
+    | Failed | Cancel | Release | Retired
 )  # fmt: skip
 PeerMessage: TypeAlias = Hello | Connect | Connected | PeerDown | Disconnect | Stop | Fatal
 ControlMessage: TypeAlias = Call | Reply
@@ -267,7 +273,8 @@ _FAMILY_OF: Final[dict[type[Any], Family]] = {kind: family for family, kinds in 
 class Envelope(msgspec.Struct, frozen=True):
     """What goes on a channel: ``body`` with its family, the sender's ``epoch`` and ``seq``.
 
-    ``seq`` counts on one channel in one direction from 1: a gap means that the peer is lost, a repeat is dropped (C9.4).
+    ``seq`` counts on one channel in one direction from 1: a gap means that the peer is lost, a repeat is dropped
+    (C9.4).
     """
 
     version: int
@@ -317,14 +324,17 @@ def encode(envelope: Envelope) -> bytes:
         body = msgspec.Raw(_ENCODER.encode(envelope.body))
         return _ENCODER.encode(_Frame(envelope.version, envelope.family, envelope.epoch, envelope.seq, body))
     except (TypeError, OverflowError, ValueError) as error:
-        raise LocalProtocolError(f"a {type(envelope.body).__name__} with a value that cannot travel: {error}") from error
+        raise LocalProtocolError(
+            f"a {type(envelope.body).__name__} with a value that cannot travel: {error}"
+        ) from error
 
 
 def decode(data: bytes | bytearray | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Envelope:
     """The envelope in ``data``, every type and field checked.
 
-    Raises :class:`~kvbaton.errors.MessageError`, and nothing else, for bytes that are not one: too many of them, another
-    version, a family's name over another family's body, unknown or missing fields, wrong types, rubbish (C9.3).
+    Raises :class:`~kvbaton.errors.MessageError`, and nothing else, for bytes that are not one: too many of them,
+    another version, a family's name over another family's body, unknown or missing fields, wrong types, rubbish
+    (C9.3).
     """
     size = len(data)
     if size > max_bytes:

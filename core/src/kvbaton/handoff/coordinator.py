@@ -1,14 +1,16 @@
 """The coordinator machine: requests that wait, transfers under way, the peers they are on, and the books of credits.
 
-Sans-IO: every method is one event and returns the effects it has, in order.  Times are seconds of one monotonic clock, passed
-in as ``now``; :meth:`Coordinator.next_deadline` says when :meth:`Coordinator.expire` has something to do (C6.7).
+Sans-IO: every method is one event and returns the effects it has, in order.  Times are seconds of one monotonic clock,
+passed in as ``now``; :meth:`Coordinator.next_deadline` says when :meth:`Coordinator.expire` has something to do
+(C6.7).
 
-A request waits until a pair of stages can hold it; then a *generation* of it begins under a fresh ``TransferId`` with two
-credits, one on each stage, returned apart and exactly once (C2.5).  The request ends for its caller as early as its outcome
-is known; the entry stays until both credits are back and is then forgotten: there are no tombstones (C1.1, C1.2, T12).
+A request waits until a pair of stages can hold it; then a *generation* of it begins under a fresh ``TransferId`` with
+two credits, one on each stage, returned apart and exactly once (C2.5).  The request ends for its caller as early as
+its outcome is known; the entry stays until both credits are back and is then forgotten: there are no tombstones (C1.1,
+C1.2, T12).
 
-Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the peer is
-lost or joined.  Each look at the waiting requests is bounded by ``Limits.window``.
+Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the
+peer is lost or joined.  Each look at the waiting requests is bounded by ``Limits.window``.
 
 Threading: one thread, the coordinator's event loop.
 """
@@ -86,9 +88,10 @@ Effects: TypeAlias = list[CoordinatorEffect]
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds on the queue of waiting requests.
 
-    ``waiting``: requests that may wait.  ``passes``: how often a request that fits may pass an older one that does not (C2.6).
-    ``window``: waiting requests looked at, at most, each time capacity is freed.  ``retries``: how often a request waits again
-    after a stage refused it in spite of credits, and ``retry_delay`` how long at first, in seconds; it doubles each time.
+    ``waiting``: requests that may wait.  ``passes``: how often a request that fits may pass an older one that does not
+    (C2.6). ``window``: waiting requests looked at, at most, each time capacity is freed.  ``retries``: how often a
+    request waits again after a stage refused it in spite of credits, and ``retry_delay`` how long at first, in
+    seconds; it doubles each time.
     """
 
     waiting: int = 4096
@@ -101,10 +104,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that each phase may last (C6.7); ``inf``: for ever.
 
-    ``reserve``: until D answers.  ``prefill_start``: from then until P's first progress, its queue included.  ``prefill_idle``:
-    between two signs of progress.  ``receipts``: from Commit to Received.  Each of these ends the request as failed.  ``drain``:
-    from the end of a transfer until a stage has retired it; that stage is then lost.  ``shutdown``: from Stop until a stage
-    was joined; it is then killed.
+    ``reserve``: until D answers.  ``prefill_start``: from then until P's first progress, its queue included.
+    ``prefill_idle``: between two signs of progress.  ``receipts``: from Commit to Received.  Each of these ends the
+    request as failed.  ``drain``: from the end of a transfer until a stage has retired it; that stage is then lost.
+    ``shutdown``: from Stop until a stage was joined; it is then killed.
     """
 
     reserve: float = 30.0
@@ -131,7 +134,7 @@ class Pair(msgspec.Struct, frozen=True):
 Choose: TypeAlias = Callable[[RequestKey, Request, Sequence[Pair]], Pair | None]
 
 
-def least_loaded(key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair:
+def least_loaded(key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair:  # noqa: ARG001
     """The pair with the least load on both stages together; the first of equals."""
     return min(pairs, key=lambda pair: pair.prefill_load + pair.decode_load)
 
@@ -153,7 +156,8 @@ class PeerView(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "ledger", "ordinal", "role", "status")
+    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "leaving", "ledger", "ordinal", "role",
+                 "status")  # fmt: skip
 
     def __init__(self, hello: Hello) -> None:
         self.id = hello.peer
@@ -165,6 +169,8 @@ class _Peer:
         self.ordinal = 0
         #: Takes nothing new.
         self.draining = False
+        #: Was told to exit: the end of its channel is no news.
+        self.leaving = False
         #: Peers that it reported up, and those whose connection has gone down for good.
         self.connected: set[PeerId] = set()
         self.down: set[PeerId] = set()
@@ -193,7 +199,19 @@ class _Waiting:
 
 
 class _Entry:
-    __slots__ = ("activated", "count", "d", "d_out", "deadlines", "p", "p_out", "phase", "position", "transfer", "waiting")
+    __slots__ = (
+        "activated",
+        "count",
+        "d",
+        "d_out",
+        "deadlines",
+        "p",
+        "p_out",
+        "phase",
+        "position",
+        "transfer",
+        "waiting",
+    )
 
     def __init__(self, transfer: TransferId, waiting: _Waiting, p: _Peer, d: _Peer) -> None:
         self.transfer = transfer
@@ -245,12 +263,13 @@ class Coordinator:
 
     def __init__(
         self,
-        limits: Limits = Limits(),
-        deadlines: Deadlines = Deadlines(),
+        limits: Limits | None = None,
+        deadlines: Deadlines | None = None,
         choose: Choose = least_loaded,
         new_id: Callable[[], TransferId] = new_transfer_id,
     ) -> None:
-        self._limits = limits
+        self._limits = limits or Limits()
+        deadlines = deadlines or Deadlines()
         self._choose = choose
         self._new_id = new_id
         self._now = -math.inf
@@ -330,7 +349,8 @@ class Coordinator:
         return tuple(
             PeerView(
                 p.id, p.role, p.status, p.draining, len(p.entries), p.ledger.blocks_out, p.ledger.capacity.blocks,
-                p.ledger.slots_out, p.ledger.capacity.transfer_slots, p.ledger.repeated, tuple(sorted(p.connected - p.down)),
+                p.ledger.slots_out, p.ledger.capacity.transfer_slots, p.ledger.repeated,
+                tuple(sorted(p.connected - p.down)),
             )
             for p in self._peers.values()
         )  # fmt: skip
@@ -340,8 +360,9 @@ class Coordinator:
     def submit(self, key: RequestKey, request: Request, now: float) -> Effects:
         """Take a request; it is placed now or waits.  One terminal :class:`Ended` follows for it, whatever happens.
 
-        Raises (nothing was changed) :class:`DuplicateRequest` where ``key`` is live, :class:`PromptTooLong` where no stage that is
-        up could ever hold it, :class:`RequestRefused` where too many wait, :class:`RuntimeClosed` after :meth:`fatal`.
+        Raises (nothing was changed) :class:`DuplicateRequest` where ``key`` is live, :class:`PromptTooLong` where no
+        stage that is up could ever hold it, :class:`RequestRefused` where too many wait, :class:`RuntimeClosed` after
+        :meth:`fatal`.
         """
         self._tick(now)
         if self._stopping:
@@ -425,7 +446,9 @@ class Coordinator:
         return effects
 
     def peer_lost(self, peer: PeerId, cause: str, now: float) -> Effects:
-        """``peer``'s channel is gone, or its sequence has a gap (C9.4).  Ends what depends on it; frees nothing (C6.4)."""
+        """``peer``'s channel is gone, or its sequence has a gap (C9.4).  Ends what depends on it; frees nothing
+        (C6.4).
+        """
         self._tick(now)
         found = self._peers.get(peer)
         if found is None or found.status is not _UP:
@@ -435,7 +458,9 @@ class Coordinator:
         return self._settle(effects)
 
     def peer_joined(self, peer: PeerId, now: float) -> Effects:
-        """``peer``'s process was joined: it neither reads, writes nor sends any more.  The first half of a fence (C6.4)."""
+        """``peer``'s process was joined: it neither reads, writes nor sends any more.  The first half of a fence
+        (C6.4).
+        """
         self._tick(now)
         found = self._peers.get(peer)
         if found is None or found.status is _FENCED:
@@ -444,7 +469,8 @@ class Coordinator:
         if found.status is _UP:
             self._lose(found, "its process ended", effects, kill=False)
         found.status = _FENCED
-        # what it had sent may still sit in the others' ends, so they close these first, on the same channel as any Release
+        # what it had sent may still sit in the others' ends, so they close these first, on the same channel as any
+        # Release
         others = self._decodes if found.role is Role.PREFILL else self._prefills
         effects += [SendTo(other.id, Disconnect(peer)) for other in others.values() if other.status is _UP]
         for entry in tuple(found.entries.values()):
@@ -473,7 +499,9 @@ class Coordinator:
         found = self._peers.get(peer)
         if found is None or found.status is not _UP or not found.draining or found.entries:
             raise LocalProtocolError(f"{peer} is not up, drained and idle: drain it and wait first", peer=peer)
-        return [SendTo(peer, Stop()), Join(peer)]
+        effects: Effects = []
+        self._stop(found, effects)
+        return effects
 
     def fatal(self, cause: str, now: float) -> Effects:
         """Stop everything: end every request, stop and join every P, then every D (C6.2).  See :attr:`closed`."""
@@ -491,7 +519,7 @@ class Coordinator:
                 self._refuse(found, cause, effects)
         for p in self._prefills.values():
             if p.status is _UP:
-                effects += [SendTo(p.id, Stop()), Join(p.id)]
+                self._stop(p, effects)
         self._stop_receivers(effects)
         self._freed = False
         return effects
@@ -526,9 +554,13 @@ class Coordinator:
             self._freed = True
         if self._stopping and self._stop_deadline <= self._now:
             self._stop_deadline = math.inf
+            text = f"C6.7: deadline.shutdown of {self._shutdown:g} s passed"
             for peer in tuple((self._prefills if self._stopping == 1 else self._decodes).values()):
+                peer.leaving = False
                 if peer.status is _UP:
-                    self._lose(peer, f"C6.7: deadline.shutdown of {self._shutdown:g} s passed", effects)
+                    self._lose(peer, text, effects)
+                elif peer.status is _LOST:
+                    effects.append(Kill(peer.id, text))
         return self._settle(effects)
 
     # -- peer messages -----------------------------------------------------------------------------------------------
@@ -544,12 +576,10 @@ class Coordinator:
                 self._lose(old, f"replaced by {peer}", effects)
         new = _Peer(message)
         self._peers[peer] = new
-        mine, others = (
-            (self._prefills, self._decodes) if new.role is Role.PREFILL else (self._decodes, self._prefills)
-        )
+        mine, others = (self._prefills, self._decodes) if new.role is Role.PREFILL else (self._decodes, self._prefills)
         mine[peer] = new
         if self._stopping:
-            effects += [SendTo(peer, Stop()), Join(peer)]
+            self._stop(new, effects)
             return effects
         for other in others.values():
             if other.status is _UP:
@@ -567,7 +597,9 @@ class Coordinator:
         self._freed = True
 
     def _peer_down(self, sender: _Peer, message: PeerDown, effects: Effects) -> None:
-        """A connection between two stages has ended; from D and quiet, P is *severed*: fenced in one direction (C6.4, A9)."""
+        """A connection between two stages has ended; from D and quiet, P is *severed*: fenced in one direction (C6.4,
+        A9).
+        """
         other = self._peers.get(message.peer)
         sender.connected.discard(message.peer)
         if other is None or other.status is _FENCED or other.role is sender.role:
@@ -593,12 +625,13 @@ class Coordinator:
             effects.append(Ignored(None, "Fatal", f"{sender.id} is not up"))
 
     # -- transfer messages -------------------------------------------------------------------------------------------
-    # A message whose milestone has passed is late or repeated: ignored.  One whose milestone cannot be true yet is a violation
-    # by its sender (C7.4).
+    # A message whose milestone has passed is late or repeated: ignored.  One whose milestone cannot be true yet is a
+    # violation by its sender (C7.4).
 
     def _reserved(self, entry: _Entry, message: Reserved, effects: Effects) -> None:
         if entry.phase is not _RESERVING:
-            return self._late(entry, message, effects)
+            self._late(entry, message, effects)
+            return
         self._move(entry, _PREFILLING)
         p = entry.p
         p.ordinal += 1  # numbered on its own channel, when it is sent (A4)
@@ -631,8 +664,9 @@ class Coordinator:
 
     def _progress(self, entry: _Entry, message: Progress, effects: Effects) -> None:
         if entry.phase is _PREFILLING:
+            first = entry.deadlines is self._start
             self._set_deadline(entry, self._idle)
-            if message.chunks <= 1:
+            if first:
                 effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.PREFILL_STARTED, entry.p.id))
         elif entry.phase is _RESERVING:
             self._violated(entry, entry.p, "Progress before its time", effects)
@@ -664,9 +698,7 @@ class Coordinator:
         if entry.phase is _COMMITTED:
             self._move(entry, _RECEIVED)
             effects.append(SendTo(entry.p.id, Ack(entry.transfer)))  # C4.1
-            effects.append(
-                Reached(entry.waiting.key, entry.transfer, Milestones.RECEIVED, entry.d.id, message.timings)
-            )
+            effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.RECEIVED, entry.d.id, message.timings))
             self._set_deadline(entry, None)
         elif entry.phase is _RESERVING or entry.phase is _PREFILLING:
             self._violated(entry, entry.d, "Received before its time", effects)
@@ -727,10 +759,12 @@ class Coordinator:
     def _retired_p(self, entry: _Entry, message: Retired, effects: Effects) -> None:
         if not entry.p_out:
             entry.p.ledger.give_back(entry.transfer)  # counts the second return (C2.5)
-            return self._late(entry, message, effects)
+            self._late(entry, message, effects)
+            return
         if entry.phase in _EXPOSED:
             text = "P retired a transfer that was neither acknowledged nor ended"
-            return self._violated(entry, entry.p, text, effects)
+            self._violated(entry, entry.p, text, effects)
+            return
         self._p_over(entry, effects)
         effects.append(
             Reached(entry.waiting.key, entry.transfer, Milestones.SOURCE_RETIRED, entry.p.id, message.timings)
@@ -739,9 +773,11 @@ class Coordinator:
     def _retired_d(self, entry: _Entry, message: Retired, effects: Effects) -> None:
         if not entry.d_out:
             entry.d.ledger.give_back(entry.transfer)
-            return self._late(entry, message, effects)
+            self._late(entry, message, effects)
+            return
         if entry.phase is not _ENDED:
-            return self._violated(entry, entry.d, "D retired a transfer that has not ended", effects)
+            self._violated(entry, entry.d, "D retired a transfer that has not ended", effects)
+            return
         self._d_over(entry)
         effects.append(
             Reached(entry.waiting.key, entry.transfer, Milestones.DESTINATION_RETIRED, entry.d.id, message.timings)
@@ -833,9 +869,10 @@ class Coordinator:
 
     def _lose(self, peer: _Peer, cause: str, effects: Effects, kill: bool = True) -> None:
         peer.status = _LOST
-        effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}"))
-        if kill:
-            effects.append(Kill(peer.id, cause))
+        if not peer.leaving:
+            effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}"))
+            if kill:
+                effects.append(Kill(peer.id, cause))
         for entry in tuple(peer.entries.values()):
             if entry.phase in _EXPOSED or (entry.phase is _RECEIVED and entry.d is peer):
                 self._end(entry, _FAILED, f"{peer.id} is lost: {cause}", effects)
@@ -858,7 +895,11 @@ class Coordinator:
         self._stop_deadline = self._now + self._shutdown
         for d in self._decodes.values():
             if d.status is _UP:
-                effects += [SendTo(d.id, Stop()), Join(d.id)]
+                self._stop(d, effects)
+
+    def _stop(self, peer: _Peer, effects: Effects) -> None:
+        peer.leaving = True
+        effects += [SendTo(peer.id, Stop()), Join(peer.id)]
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -883,8 +924,7 @@ class Coordinator:
             return False
         for index, waiting in enumerate(self._queue[: self._limits.window]):
             if waiting.not_before <= self._now:
-                pairs = _pairs(waiting.request, prefills, decodes)
-                pair = self._choose(waiting.key, waiting.request, pairs) if pairs else None
+                pair = self._choose_pair(waiting, _pairs(waiting.request, prefills, decodes), effects)
                 if pair is not None:
                     for older in self._queue[:index]:
                         older.passes += 1
@@ -894,6 +934,22 @@ class Coordinator:
             if waiting.passes >= self._limits.passes:
                 return False
         return False
+
+    def _choose_pair(self, waiting: _Waiting, pairs: list[Pair], effects: Effects) -> Pair | None:
+        """Ask the policy; one that raises or invents a pair must not take the coordinator down."""
+        if not pairs:
+            return None
+        try:
+            pair = self._choose(waiting.key, waiting.request, pairs)
+        except Exception as error:
+            effects.append(Fault(None, f"the placement policy raised {error!r}; the least loaded pair was taken"))
+            return least_loaded(waiting.key, waiting.request, pairs)
+        if pair is not None and pair not in pairs:
+            effects.append(
+                Fault(None, f"the placement policy chose {pair}, which was not offered; the least loaded was taken")
+            )
+            return least_loaded(waiting.key, waiting.request, pairs)
+        return pair
 
     def _begin(self, waiting: _Waiting, p: _Peer, d: _Peer, effects: Effects) -> None:
         """Take both credits at once and ask D first (C2.1)."""
@@ -957,8 +1013,8 @@ class Coordinator:
             if able and not any(_holds(peer, tokens) for peer in able):
                 limit = max(_longest(peer) for peer in able)
                 raise PromptTooLong(
-                    f"C2.4 request {key!r}: its {what} is {tokens} tokens and no {able[0].role.value} stage holds more than"
-                    f" {limit}; shorten it, lower max_tokens, or give the stages more blocks",
+                    f"C2.4 request {key!r}: its {what} is {tokens} tokens and no {able[0].role.value} stage holds more"
+                    f" than {limit}; shorten it, lower max_tokens, or give the stages more blocks",
                     request=key, tokens=tokens, limit=limit,
                 )  # fmt: skip
 
@@ -977,9 +1033,7 @@ class Coordinator:
 
     def _move(self, entry: _Entry, phase: CoordinatorPhase) -> None:
         if (entry.phase, phase) not in LEGAL_COORDINATOR:
-            raise LocalProtocolError(
-                f"C cannot go from {entry.phase} to {phase}: a defect in the coordinator machine"
-            )
+            raise LocalProtocolError(f"C cannot go from {entry.phase} to {phase}: a defect in the coordinator machine")
         entry.phase = phase
 
 

@@ -1,8 +1,8 @@
 """The coordinator's books of promised capacity (C2.4, C2.5).
 
-A credit is a promise, not a measurement: it budgets the worst case (prompt plus permitted growth) against what a stage said
-it can hold.  ``Ledger`` keeps one stage's promises.  Each is returned exactly once; a second return changes nothing and is
-reported.
+A credit is a promise, not a measurement: it budgets the worst case (prompt plus permitted growth) against what a stage
+said it can hold.  ``Ledger`` keeps one stage's promises.  Each is returned exactly once; a second return changes
+nothing and is reported.
 
 Threading: one thread, the coordinator's.
 """
@@ -62,12 +62,14 @@ class Ledger:
         return self._out.get(transfer)
 
     def take(self, transfer: TransferId, blocks: int) -> Credit:
-        """Promise ``blocks`` and one slot.  Raises :class:`LocalProtocolError` where they are not free or already out."""
+        """Promise ``blocks`` and one slot.  Raises :class:`LocalProtocolError` where they are not free or already
+        out.
+        """
         if transfer in self._out:
             raise LocalProtocolError(f"C2.5: the credit of {transfer} is out already", transfer=transfer)
         if blocks < 0 or not self.fits(blocks):
             raise LocalProtocolError(
-                f"C2.4: {blocks} blocks and a slot are not free ({self.blocks_free} blocks, {self.slots_free} slots are)",
+                f"C2.4: {blocks} blocks and a slot are not free: {self.blocks_free} and {self.slots_free} are",
                 transfer=transfer,
             )
         credit = Credit(transfer, blocks)

@@ -1,18 +1,19 @@
 """The destination machine: what a decode stage D keeps for all its transfers.
 
-Sans-IO: every method is one event and returns the effects it has, in order.  A record exists exactly while D holds memory for
-a transfer or has asked its engine to; there are no tombstones (C1.2).
+Sans-IO: every method is one event and returns the effects it has, in order.  A record exists exactly while D holds
+memory for a transfer or has asked its engine to; there are no tombstones (C1.2).
 
-Before RECEIVED a writer may be left, so memory is kept (HELD) until C says Release, which C says only when none is.  From
-RECEIVED on D needs nobody: every byte is in and none is written again (T3), so it frees on its own evidence (C5.2).
+Before RECEIVED a writer may be left, so memory is kept (HELD) until C says Release, which C says only when none is.
+From RECEIVED on D needs nobody: every byte is in and none is written again (T3), so it frees on its own evidence
+(C5.2).
 
 Two refinements of the published table, both because the engine runs on another thread:
 
-* The engine answers a Reserve later.  Until then the record is RESERVING; a Cancel or Release that comes meanwhile is kept and
-  applied after the answer.
-* A cancelled request may have been imported or activated by the engine before D heard of it.  So where the import cannot be
-  taken back, D asks for suspension and frees when the device is quiet (CLOSING); an engine that was not yet computing
-  answers at once.
+* The engine answers a Reserve later.  Until then the record is RESERVING; a Cancel or Release that comes meanwhile is
+  kept and applied after the answer.
+* A cancelled request may have been imported or activated by the engine before D heard of it.  So where the import
+  cannot be taken back, D asks for suspension and frees when the device is quiet (CLOSING); an engine that was not yet
+  computing answers at once.
 
 Threading: one thread, the stage's pump, except :meth:`Destination.begin_import`.
 """
@@ -61,7 +62,8 @@ _RESERVING, _RESERVED, _HELD = DestinationPhase.RESERVING, DestinationPhase.RESE
 _RECEIVED, _IMPORTED = DestinationPhase.RECEIVED, DestinationPhase.IMPORTED
 _ACTIVE, _CLOSING = DestinationPhase.ACTIVE, DestinationPhase.CLOSING
 
-#: Sequences at or above this are refused: no plan has that many chunks, and a set of receipts must not grow at will (C9.3).
+#: Sequences at or above this are refused: no plan has that many chunks, and a set of receipts must not grow at will
+#: (C9.3).
 MAX_CHUNKS = 1 << 20
 
 #: What :class:`Destination` methods return.
@@ -80,7 +82,8 @@ class _Record:
         #: Chunks, 0 until Commit.
         self.count = 0
         self.seen: set[int] = set()
-        #: RESERVING: came before the engine's answer.  HELD: C has released it, but its writer's connection is not yet quiet.
+        #: RESERVING: came before the engine's answer.  HELD: C has released it, but its writer's connection is not yet
+        #: quiet.
         self.cancelled = False
         self.released = False
         #: Output tokens sent.
@@ -103,7 +106,8 @@ class Destination:
 
     def __init__(self) -> None:
         self._records: dict[TransferId, _Record] = {}
-        #: Received and not yet taken by the engine.  The one thing that two threads touch; ``pop`` decides who was first.
+        #: Received and not yet taken by the engine.  The one thing that two threads touch; ``pop`` decides who was
+        #: first.
         self._importable: dict[TransferId, bool] = {}
         self._links: dict[PeerId, PeerLink] = {}
         self._ordinal = 0
@@ -140,7 +144,9 @@ class Destination:
         return frozenset(r.source for r in self._records.values() if r.phase in (_RESERVING, _RESERVED, _HELD))
 
     def quarantined(self) -> tuple[TransferId, ...]:
-        """Released by C, but their writer's connection went down without a fence: held until this process exits (C6.4)."""
+        """Released by C, but their writer's connection went down without a fence: held until this process exits
+        (C6.4).
+        """
         return tuple(
             t for t, r in self._records.items() if r.released and self._links.get(r.source) is PeerLink.UNPROVEN
         )
@@ -199,7 +205,9 @@ class Destination:
         return effects
 
     def release(self, transfer: TransferId) -> Effects:
-        """No writer is left: stop and free.  Waits for the end of a dead writer's connection, if that is closing (C6.4)."""
+        """No writer is left: stop and free.  Waits for the end of a dead writer's connection, if that is closing
+        (C6.4).
+        """
         record = self._records.get(transfer)
         if not record:
             return [Ignored(transfer, "Release", "unknown transfer")]
@@ -219,7 +227,9 @@ class Destination:
         return effects
 
     def disconnect(self, peer: PeerId) -> Effects:
-        """``peer``'s process was joined: drain and close this end.  A Release of its transfers waits until it is quiet (A8)."""
+        """``peer``'s process was joined: drain and close this end.  A Release of its transfers waits until it is quiet
+        (A8).
+        """
         link = self._links.get(peer)
         if link is PeerLink.CLOSING:
             return [Ignored(None, "Disconnect", "already closing")]
@@ -361,7 +371,9 @@ class Destination:
         if not record:
             return [Ignored(transfer, "receipt", "unknown transfer")]
         if receipt.peer != record.source:
-            return self._violated(record, "C7.2", f"a receipt from {receipt.peer}, not from {record.source}", receipt.peer)
+            return self._violated(
+                record, "C7.2", f"a receipt from {receipt.peer}, not from {record.source}", receipt.peer
+            )
         if record.phase is _HELD:
             return [Ignored(transfer, "receipt", "cancelled")]
         if sequence < 0 or sequence >= (record.count or MAX_CHUNKS):
@@ -374,7 +386,9 @@ class Destination:
         return self._complete(record)
 
     def revoked(self, transfer: TransferId) -> Effects:
-        """``connector.revoke`` returned True: a fence for this transfer without its writer's help (answers ``Revoke``)."""
+        """``connector.revoke`` returned True: a fence for this transfer without its writer's help (answers
+        ``Revoke``).
+        """
         record = self._records.get(transfer)
         if not record or record.phase is not _HELD:
             return [Ignored(transfer, "revoked", "the record has moved on")]
@@ -390,7 +404,9 @@ class Destination:
         return [Send(Connected(peer))]
 
     def peer_down(self, peer: PeerId, quiet: bool, cause: str = "") -> Effects:
-        """The transport reports a writer down.  ``quiet`` is its fence: nothing of it can still be written here (C6.4)."""
+        """The transport reports a writer down.  ``quiet`` is its fence: nothing of it can still be written here
+        (C6.4).
+        """
         effects: Effects = [Send(PeerDown(peer, quiet, cause))]
         before = self._links.get(peer)
         if quiet:
@@ -407,7 +423,7 @@ class Destination:
         return effects
 
     def fatal(self, cause: str) -> Effects:
-        """This stage must not go on."""
+        """The stage must not go on."""
         return [Fault(None, cause, retained=True), Send(Fatal(cause))]
 
     # -- shared ------------------------------------------------------------------------------------------------------
@@ -420,9 +436,7 @@ class Destination:
         """The writer wrote what nobody reserved for: C treats it as lost."""
         return self._refuse(record, "C7.2", text, record.source, culprit=record.source)
 
-    def _refuse(
-        self, record: _Record, clause: str, text: str, peer: PeerId | None, culprit: PeerId | None
-    ) -> Effects:
+    def _refuse(self, record: _Record, clause: str, text: str, peer: PeerId | None, culprit: PeerId | None) -> Effects:
         effects: Effects = [Violation(clause, record.transfer, peer, text)]
         if record.phase in (_HELD, _CLOSING):
             return effects

@@ -1,8 +1,8 @@
 """What the machines ask for: frozen values, to be carried out in the order in which they were returned.
 
-Three kinds: *orders* (send this, free that), *milestones* (show this), and *notes* (:class:`Ignored`, :class:`Violation`):
-an event was without effect, or a peer broke the protocol.  Notes are counted and shown; nothing need be done about them,
-for the machine has already returned the orders that follow from them.
+Three kinds: *orders* (send this, free that), *milestones* (show this), and *notes* (:class:`Ignored`,
+:class:`Violation`): an event was without effect, or a peer broke the protocol.  Notes are counted and shown; nothing
+need be done about them, for the machine has already returned the orders that follow from them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Effect(msgspec.Struct, frozen=True, gc=False):
     """Base of all effects."""
 
 
-# -- orders of both stages -----------------------------------------------------------------------------------------------
+# -- orders of both stages --------------------------------------------------------------------------------------------
 
 
 class Send(Effect):
     """Put ``message`` on the channel to the coordinator.
 
-    Statistics (``timings``, and ``segments``/``nbytes`` of a Commit) are left at their defaults: a machine has no clock.  The
-    stage may fill them in with ``msgspec.structs.replace`` before it sends.
+    Statistics (``timings``, and ``segments``/``nbytes`` of a Commit) are left at their defaults: a machine has no
+    clock.  The stage may fill them in with ``msgspec.structs.replace`` before it sends.
     """
 
     message: Message
@@ -51,7 +51,9 @@ class Free(Effect):
 
 
 class DisconnectPeer(Effect):
-    """The peer's process was joined: ``connector.fenced(peer)`` and ``connector.disconnect(peer)``; report *down* (C6.4)."""
+    """The peer's process was joined: ``connector.fenced(peer)`` and ``connector.disconnect(peer)``; report *down*
+    (C6.4).
+    """
 
     peer: PeerId
 
@@ -64,7 +66,9 @@ class Milestone(Effect):
 
 
 class Fault(Effect):
-    """Something failed here (C6.3).  ``transfer`` is None where it is about the stage; ``retained``: memory stays held."""
+    """Something failed here (C6.3).  ``transfer`` is None where it is about the stage; ``retained``: memory stays
+    held.
+    """
 
     transfer: TransferId | None
     cause: str
@@ -80,7 +84,9 @@ class Ignored(Effect):
 
 
 class Violation(Effect):
-    """``peer`` (None: the coordinator, or this stage's own engine or transport) broke ``clause``; the event was not applied."""
+    """``peer`` (None: the coordinator, or this stage's own engine or transport) broke ``clause``; the event was not
+    applied.
+    """
 
     clause: str
     transfer: TransferId | None
@@ -88,7 +94,7 @@ class Violation(Effect):
     text: str
 
 
-# -- orders of the source ------------------------------------------------------------------------------------------------
+# -- orders of the source ---------------------------------------------------------------------------------------------
 
 
 class Compute(Effect):
@@ -103,8 +109,8 @@ class Compute(Effect):
 class Post(Effect):
     """Chunk ``sequence`` may go: queue it for ``connector.submit``.
 
-    Ask ``source.may_submit(transfer, sequence)`` right before each attempt, drop it where that is False, and report an accepted
-    one with ``source.submitted(transfer, sequence)``.
+    Ask ``source.may_submit(transfer, sequence)`` right before each attempt, drop it where that is False, and report an
+    accepted one with ``source.submitted(transfer, sequence)``.
     """
 
     transfer: TransferId
@@ -129,7 +135,7 @@ class ReleaseCompute(Effect):
     transfer: TransferId
 
 
-# -- orders of the destination -------------------------------------------------------------------------------------------
+# -- orders of the destination ----------------------------------------------------------------------------------------
 
 
 class Admit(Effect):
@@ -149,20 +155,23 @@ class Grant(Effect):
 
 
 class Import(Effect):
-    """On the engine's thread: if ``destination.begin_import(transfer)`` is still True then ``engine.accept_import(transfer,
-    valid)``, and report it with ``destination.imported(transfer)`` (C1.3)."""
+    """On the engine's thread: if ``destination.begin_import(transfer)`` is still True then
+    ``engine.accept_import(transfer, valid)``, and report it with ``destination.imported(transfer)`` (C1.3).
+    """
 
     transfer: TransferId
     valid: int
 
 
 class Revoke(Effect):
-    """Where the transport is revocable: ``connector.revoke(transfer)``; if it returns True, call ``destination.revoked``."""
+    """Where the transport is revocable: ``connector.revoke(transfer)``; if it returns True, call
+    ``destination.revoked``.
+    """
 
     transfer: TransferId
 
 
-# -- orders of the coordinator -------------------------------------------------------------------------------------------
+# -- orders of the coordinator ----------------------------------------------------------------------------------------
 
 
 class SendTo(Effect):
@@ -233,8 +242,8 @@ class Tell(Effect):
 class Reached(Effect):
     """``transfer`` of request ``key`` reached ``milestone``, by ``peer``'s word (None: the coordinator's own).
 
-    May come after the request ended for its caller (P and D retire later).  ``timings``, ``segments`` and ``nbytes`` are what the
-    message carried.
+    May come after the request ended for its caller (P and D retire later).  ``timings``, ``segments`` and ``nbytes``
+    are what the message carried.
     """
 
     key: RequestKey
@@ -248,8 +257,8 @@ class Reached(Effect):
 
 
 SourceEffect: TypeAlias = (
-    Send | Compute | Post | CancelChunks | Suspend | Acknowledge | ReleaseCompute | Free | DisconnectPeer | Milestone | Fault
-    | Ignored | Violation
+    Send | Compute | Post | CancelChunks | Suspend | Acknowledge | ReleaseCompute | Free | DisconnectPeer | Milestone
+    | Fault | Ignored | Violation
 )  # fmt: skip
 DestinationEffect: TypeAlias = (
     Send | Admit | Grant | Import | Suspend | Revoke | Free | DisconnectPeer | Milestone | Fault | Ignored | Violation

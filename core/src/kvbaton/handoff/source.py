@@ -1,17 +1,19 @@
 """The source machine: what a prefill stage P keeps for all its transfers.
 
-Sans-IO: every method is one event and returns the effects it has, in order.  A record exists from Prefill until Retired; there
-are no tombstones, so an event about a transfer without a record is :class:`~kvbaton.handoff.effects.Ignored` (C1.2).
+Sans-IO: every method is one event and returns the effects it has, in order.  A record exists from Prefill until
+Retired; there are no tombstones, so an event about a transfer without a record is
+:class:`~kvbaton.handoff.effects.Ignored` (C1.2).
 
 What P must prove before memory is used again:
 
-* Its *own* memory (KV blocks, final slot) is freed, by ``Free``, once C let go of the transfer (Ack, Cancel, Stop, or P's own
-  failure), the engine is done with it or suspended with its device quiet, and every chunk is *source quiet* (C5.1).
-* ``Retired`` tells C in addition that P writes no more, and C may then release D's memory.  So it also needs every chunk
-  *target quiet*.  A transport that completes a chunk while its bytes are still under way (``source_quiet`` alone) leaves it SENT:
-  not a failure, and settled by C's Ack, because D has a receipt of it and a receipt is the last write (T3); by a later
-  completion that proves it; or by the end of D's process.  A cancelled transfer with SENT chunks is freed here but not
-  retired; C's drain deadline bounds that.
+* Its *own* memory (KV blocks, final slot) is freed, by ``Free``, once C let go of the transfer (Ack, Cancel, Stop, or
+  P's own failure), the engine is done with it or suspended with its device quiet, and every chunk is *source quiet*
+  (C5.1).
+* ``Retired`` tells C in addition that P writes no more, and C may then release D's memory.  So it also needs every
+  chunk *target quiet*.  A transport that completes a chunk while its bytes are still under way (``source_quiet``
+  alone) leaves it SENT: not a failure, and settled by C's Ack, because D has a receipt of it and a receipt is the last
+  write (T3); by a later completion that proves it; or by the end of D's process.  A cancelled transfer with SENT
+  chunks is freed here but not retired; C's drain deadline bounds that.
 
 Threading: one thread, the stage's pump.  :meth:`Source.may_submit` is a plain look-up.
 """
@@ -60,8 +62,8 @@ class _Engine(enum.Enum):
 
 
 class _Record:
-    __slots__ = ("acked", "assigned", "chunks", "closed", "destination", "engine", "freed", "phase", "queued", "transfer",
-                 "unproven")  # fmt: skip
+    __slots__ = ("acked", "assigned", "chunks", "closed", "destination", "engine", "freed", "phase", "queued",
+                 "transfer", "unproven")  # fmt: skip
 
     def __init__(self, transfer: TransferId, destination: PeerId) -> None:
         self.transfer = transfer
@@ -147,7 +149,9 @@ class Source:
         ]
 
     def ack(self, transfer: TransferId) -> Effects:
-        """D has received everything: retire when quiet.  It is also evidence that no target is written any more (T3)."""
+        """D has received everything: retire when quiet.  It is also evidence that no target is written any more
+        (T3).
+        """
         record = self._records.get(transfer)
         if not record:
             return [Ignored(transfer, "Ack", "unknown transfer")]
@@ -176,7 +180,9 @@ class Source:
         return effects
 
     def stop(self) -> Effects:
-        """Cancel everything, take nothing new; the stage exits once :attr:`drained` (C6.2).  Also when C is gone (C6.6)."""
+        """Cancel everything, take nothing new; the stage exits once :attr:`drained` (C6.2).  Also when C is gone
+        (C6.6).
+        """
         self._stopping = True
         effects: Effects = []
         for record in tuple(self._records.values()):
@@ -323,9 +329,7 @@ class Source:
             return [Ignored(transfer, "completion", f"chunk {sequence} is not outstanding")]
         self._set(record, sequence, after)
         effects: Effects = []
-        if completion.outcome is ChunkOutcome.DONE and source_quiet:
-            self._retire_if_quiet(record, effects)
-        elif record.phase is _DRAINING:
+        if record.phase is _DRAINING or (completion.outcome is ChunkOutcome.DONE and source_quiet):
             self._retire_if_quiet(record, effects)
         else:
             cause = f"C6.3: chunk {sequence} to {record.destination}: {completion.error or completion.outcome.value}"
@@ -354,7 +358,7 @@ class Source:
         return effects
 
     def fatal(self, cause: str) -> Effects:
-        """This stage must not go on: its quarantine reached its bound, or a clause is broken (T8)."""
+        """The stage must not go on: its quarantine reached its bound, or a clause is broken (T8)."""
         return [Fault(None, cause, retained=True), Send(Fatal(cause))]
 
     # -- shared ------------------------------------------------------------------------------------------------------

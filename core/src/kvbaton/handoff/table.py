@@ -1,13 +1,14 @@
 """The state tables of the hand-off: phases, legal transitions, and what every event does in every phase.
 
 This is data.  The machines check each change of phase against :data:`LEGAL_SOURCE`, :data:`LEGAL_DESTINATION` and
-:data:`LEGAL_COORDINATOR`; the tests drive every cell of :data:`SOURCE`, :data:`DESTINATION` and :data:`COORDINATOR`; the docs draw
-their diagrams and tables from here.
+:data:`LEGAL_COORDINATOR`; the tests drive every cell of :data:`SOURCE`, :data:`DESTINATION` and :data:`COORDINATOR`;
+the docs draw their diagrams and tables from here.
 
-A cell lists what may happen, separated by ``|``; each is ``phase; messages`` where ``=`` is the same phase and ``none`` is no
-record.  ``ignore``: late, repeated or about nobody (C7.4), nothing changes.  ``violation``: cannot be true, refused (C7.2).
-``-``: cannot occur.  Messages of C carry their receiver (``Ack>P``); an outcome told to the caller reads ``finished``,
-``cancelled`` or ``failed``.
+A cell lists what may happen, separated by ``|``; each is ``phase; messages`` where ``=`` is the same phase and
+``none`` is no record.  ``ignore``: late, repeated or about nobody (C7.4), nothing changes.  ``violation``: cannot be
+true, refused (C7.2), and ``violation>PHASE`` what follows from it; C's bookkeeping aside, the event is not applied.
+``-``: cannot occur.  Messages of C carry their receiver (``Ack>P``); what the caller is told reads ``tokens``,
+``finished``, ``cancelled`` or ``failed``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class CoordinatorPhase(enum.Enum):
 
 
 class PeerStatus(enum.Enum):
-    """Of a stage at C.  LOST: its channel is gone, which is final and frees nothing.  FENCED: its process was joined (C6.4)."""
+    """Of a stage at C.  LOST: its channel is gone, which is final and frees nothing.  FENCED: its process was joined
+    (C6.4).
+    """
 
     UP = "UP"
     LOST = "LOST"
@@ -72,7 +75,9 @@ class PeerLink(enum.Enum):
 
 
 class ChunkState(enum.Enum):
-    """Of a chunk at P.  A settled chunk is not kept.  *Quiet* = no chunk is left and the engine is done with the transfer."""
+    """Of a chunk at P.  A settled chunk is not kept.  *Quiet* = no chunk is left and the engine is done with the
+    transfer.
+    """
 
     #: The device may still be writing its source.
     COMPUTING = "computing"
@@ -111,7 +116,9 @@ Phase = TypeVar("Phase", bound=enum.Enum)
 
 @dataclass(frozen=True)
 class Outcome:
-    """One thing that may happen in a cell: a verdict (``apply``, ``ignore``, ``violation``), the next phase, the messages."""
+    """One thing that may happen in a cell: a verdict (``apply``, ``ignore``, ``violation``), the next phase, the
+    messages.
+    """
 
     verdict: str
     phase: str
@@ -147,8 +154,9 @@ def outcomes(cell: str, phase: enum.Enum | None) -> tuple[Outcome, ...]:
     for option in cell.split(" | "):
         word, _, sends = option.partition("; ")
         messages = tuple(sends.split(" + ")) if sends else ()
-        if word in ("ignore", "violation"):
-            found.append(Outcome(word, here, messages))
+        verdict, _, moved = word.partition(">")
+        if verdict in ("ignore", "violation"):
+            found.append(Outcome(verdict, moved or here, messages))
         else:
             found.append(Outcome("apply", here if word == "=" else word, messages))
     return tuple(found)
@@ -187,36 +195,171 @@ LEGAL_COORDINATOR: Final = frozenset({
 })  # fmt: skip
 
 
+_DROPS = "DRAINING; Failed | ignore"
+
 SOURCE: Final = Table(
     "P, per transfer",
     (None, _S.PREFILLING, _S.COMMITTED, _S.DRAINING),
     {
+        # from C
         "Prefill": ("PREFILLING", "violation; Failed", "violation; Failed", "violation"),
         "Prefill, replayed": ("ignore", "ignore", "ignore", "ignore"),
-        "Prefill, after Stop": ("violation", "-", "-", "-"),
-        "Ack": ("ignore", "violation; Failed", "DRAINING | none; Retired", "ignore"),
+        "Prefill, after Stop": ("violation", "-", "-", "violation"),
+        "Ack": ("ignore", "violation; Failed", "DRAINING | none; Retired", "= | none; Retired | ignore"),
         "Cancel": ("ignore", "DRAINING | none; Retired", "DRAINING | none; Retired", "ignore"),
         "Stop": ("ignore", "DRAINING | none; Retired", "DRAINING | none; Retired", "ignore"),
-        "computed": ("ignore", "=; Progress", "-", "ignore"),
-        "source ready": ("ignore", "=", "ignore", "= | none; Retired"),
-        "submitted": ("violation", "= | COMMITTED; Commit", "violation", "violation"),
-        "done, terminal": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
+        "Disconnect": ("=", "DRAINING; Failed | none; Failed + Retired", "= | DRAINING; Failed", "= | none; Retired"),
+        # from the engine
+        "computed": ("ignore", "=; Progress | DRAINING; Failed", "ignore", "ignore"),
+        "source ready": ("ignore", "= | ignore", "ignore", "= | none; Retired | ignore"),
+        "refused": ("ignore", "none; Failed + Retired | DRAINING; Failed", "ignore", "= | none; Retired | ignore"),
+        "engine failed": ("ignore", "DRAINING; Failed", "ignore", "ignore"),
+        "suspended": ("ignore", "ignore", "ignore", "= | none; Retired | ignore"),
+        # from the connector
+        "submitted": ("violation", "= | COMMITTED; Commit | violation", "violation", "violation"),
+        "done": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
         "done, target not quiet": ("ignore", "= | ignore", "= | ignore", "= | ignore"),
-        "failed, terminal": (
-            "ignore", "DRAINING; Failed | none; Failed + Retired | ignore",
-            "DRAINING; Failed | none; Failed + Retired | ignore", "= | none; Retired | ignore",
+        "failed": (
+            "ignore", _DROPS, "DRAINING; Failed | none; Failed + Retired | ignore", "= | none; Retired | ignore",
         ),
-        "deadline or failed unproven": ("ignore", "DRAINING; Failed | ignore", "DRAINING; Failed | ignore", "= | ignore"),
-        "suspended": ("ignore", "ignore", "ignore", "= | none; Retired"),
-        "engine refused": ("ignore", "none; Failed + Retired", "ignore", "none; Retired | ignore"),
-        "engine failed": ("ignore", "DRAINING; Failed | none; Failed + Retired", "ignore", "ignore"),
+        "failed, not quiet": ("ignore", _DROPS, _DROPS, "= | ignore"),
+        "deadline": ("ignore", _DROPS, _DROPS, "= | ignore"),
+        "destination up": ("=; Connected", "=; Connected", "=; Connected", "=; Connected"),
         "destination down": (
-            "=; PeerDown", "DRAINING; PeerDown + Failed", "=; PeerDown | DRAINING; PeerDown + Failed",
-            "=; PeerDown",
+            "=; PeerDown", "DRAINING; PeerDown + Failed", "=; PeerDown | DRAINING; PeerDown + Failed", "=; PeerDown",
         ),
-        "destination joined (Disconnect)": (
-            "=", "DRAINING; Failed", "= | DRAINING; Failed", "= | none; Retired",
+        "destination down, quiet": (
+            "=; PeerDown", "DRAINING; PeerDown + Failed", "=; PeerDown | DRAINING; PeerDown + Failed", "=; PeerDown",
         ),
         "quarantine bound": ("=; Fatal", "=; Fatal", "=; Fatal", "=; Fatal"),
+    },
+)  # fmt: skip
+
+_V = "violation; Failed"
+
+DESTINATION: Final = Table(
+    "D, per transfer",
+    (None, _D.RESERVING, _D.RESERVED, _D.HELD, _D.RECEIVED, _D.IMPORTED, _D.ACTIVE, _D.CLOSING),
+    {
+        # from C
+        "Reserve": ("RESERVING", _V, "violation>HELD; Failed", "violation", _V, _V, _V, "violation"),
+        "Reserve, replayed": ("ignore",) * 8,
+        "Reserve, after Stop": ("=; Rejected", "violation; Failed", "-", "violation", "-", "-", "-", "violation"),
+        "Commit": (
+            "ignore", _V, "= | RECEIVED; Received | violation>HELD; Failed | ignore", "violation | ignore",
+            "ignore | " + _V, "ignore | " + _V, "ignore | " + _V, "ignore | violation",
+        ),
+        "Cancel": ("ignore", "= | ignore", "HELD", "ignore", "none; Retired | CLOSING", "CLOSING", "CLOSING", "ignore"),
+        "Release": (
+            "ignore", "= | ignore", "none; Retired | HELD", "none; Retired | = | ignore",
+            "none; Retired | CLOSING", "CLOSING", "CLOSING", "ignore",
+        ),
+        "Disconnect": ("=", "=", "=", "=", "=", "=", "=", "="),
+        "Stop": ("ignore", "=", "none; Retired", "none; Retired", "none; Retired", "CLOSING", "CLOSING", "ignore"),
+        "C gone": ("=", "=", "HELD", "= | none; Retired", "none; Retired", "CLOSING", "CLOSING", "="),
+        # from the engine
+        "reserved": (
+            "ignore", "RESERVED; Reserved | HELD; Reserved | none; Reserved + Retired", "ignore", "ignore", "ignore",
+            "ignore", "ignore", "ignore",
+        ),
+        "refused": ("ignore", "none; Rejected", "ignore", "ignore", "ignore", "ignore", "ignore", "ignore"),
+        "imported": ("ignore", "ignore", "ignore", "ignore", "IMPORTED", "ignore", "ignore", "ignore"),
+        "activated": ("ignore", "ignore", "ignore", "ignore", "ignore", "ACTIVE; Activated", "ignore", "ignore"),
+        "output": ("ignore", "ignore", "ignore", "ignore", "ignore", "ignore", "=; Output", "ignore"),
+        "finished": ("ignore", "ignore", "ignore", "ignore", "ignore", "ignore", "CLOSING; Finished", "ignore"),
+        "device quiet": ("ignore", "ignore", "ignore", "ignore", "ignore", "ignore", "ignore", "none; Retired"),
+        "engine failed": (
+            "ignore", "none; Rejected", "HELD; Failed", "ignore", "none; Failed + Retired | CLOSING; Failed",
+            "CLOSING; Failed", "CLOSING; Failed", "ignore",
+        ),
+        # from the connector
+        "receipt": (
+            "ignore", _V, "= | RECEIVED; Received | violation>HELD; Failed | ignore", "ignore",
+            "ignore | " + _V, "ignore | " + _V, "ignore | " + _V, "ignore | violation",
+        ),
+        "receipt from another peer": (
+            "ignore", _V, "violation>HELD; Failed", "violation", _V, _V, _V, "violation",
+        ),
+        "revoked": ("ignore", "ignore", "ignore", "none; Retired", "ignore", "ignore", "ignore", "ignore"),
+        "writer up": ("=; Connected",) * 8,
+        "writer down": ("=; PeerDown",) * 8,
+        "writer down, quiet": (
+            "=; PeerDown", "=; PeerDown", "=; PeerDown", "=; PeerDown | none; PeerDown + Retired", "=; PeerDown",
+            "=; PeerDown", "=; PeerDown", "=; PeerDown",
+        ),
+        "quarantine bound": ("=; Fatal",) * 8,
+    },
+)  # fmt: skip
+
+_E = "failed + Cancel>P + Cancel>D"
+#: C ends the transfer for a violation: of D while P is untold, of either while P may write, of D once it has received.
+_V1, _V2 = "violation>ENDED; failed + Release>D", "violation>ENDED; " + _E
+_V3 = "violation>ENDED; failed + Cancel>D"
+
+COORDINATOR: Final = Table(
+    "C, per transfer",
+    (None, _C.WAITING, _C.RESERVING, _C.PREFILLING, _C.COMMITTED, _C.RECEIVED, _C.ENDED),
+    {
+        # the caller and C itself
+        "placed": ("-", "RESERVING; Reserve>D", "-", "-", "-", "-", "-"),
+        "abort": (
+            "ignore", "none; cancelled", "ENDED; cancelled + Release>D", "ENDED; cancelled + Cancel>P + Cancel>D",
+            "ENDED; cancelled + Cancel>P + Cancel>D", "ENDED; cancelled + Cancel>D", "ignore",
+        ),
+        "deadline": (
+            "-", "-", "ENDED; failed + Release>D", "ENDED; " + _E, "ENDED; " + _E, "-", "=",
+        ),
+        "nobody serves": ("-", "none; failed", "-", "-", "-", "-", "-"),
+        "fatal": (
+            "=; Stop>P", "none; failed + Stop>P", "ENDED; failed + Release>D + Stop>P", "ENDED; " + _E + " + Stop>P",
+            "ENDED; " + _E + " + Stop>P", "ENDED; failed + Cancel>D + Stop>P", "=; Stop>P",
+        ),
+        # from D
+        "Reserved": ("ignore", "-", "PREFILLING; Prefill>P", "ignore", "ignore", "ignore", "ignore"),
+        "Rejected": ("ignore", "-", "none; failed", _V2, _V2, _V3, "none | = | violation"),
+        "Rejected, retry": ("ignore", "-", "WAITING", _V2, _V2, _V3, "none | = | violation"),
+        "Received": ("ignore", "-", _V1, _V2, "RECEIVED; Ack>P", "ignore", "ignore"),
+        "Activated": ("ignore", "-", _V1, _V2, _V2, "= | ignore", "ignore"),
+        "Output": ("ignore", "-", _V1, _V2, _V2, "=; tokens | ignore | " + _V3, "ignore"),
+        "Finished": ("ignore", "-", _V1, _V2, _V2, "ENDED; finished", "ignore"),
+        "Failed (D)": ("ignore", "-", _V1, "ENDED; " + _E, "ENDED; " + _E, "ENDED; failed + Cancel>D", "ignore"),
+        "Retired (D)": ("ignore", "-", _V1, _V2, _V2, _V3, "none | = | ignore"),
+        # from P
+        "Progress": ("ignore", "-", _V1, "=", "ignore", "ignore", "ignore"),
+        "Commit": (
+            "ignore", "-", _V1, "COMMITTED; Commit>D | " + _V2, "ignore | " + _V2, "ignore | " + _V3,
+            "ignore | violation",
+        ),
+        "Failed (P)": ("ignore", "-", _V1, "ENDED; " + _E, "ENDED; " + _E, "ignore", "ignore"),
+        "Retired (P)": ("ignore", "-", _V1, _V2, _V2, "= | ignore", "none | = | =; Release>D | ignore"),
+        # a peer that has no part in it, or a word that is not of its role
+        "stranger": ("ignore", "-", "violation", "violation", "violation", "violation", "violation"),
+        "word of the other role": ("ignore", "-", _V1, _V2, _V2, _V3, "violation"),
+        # peers
+        "P lost": ("=", "none; failed", "ENDED; failed + Release>D", "ENDED; failed + Cancel>D",
+                   "ENDED; failed + Cancel>D", "=", "="),
+        "P joined": (
+            "=; Disconnect>D", "none; failed + Disconnect>D", "ENDED; failed + Release>D + Disconnect>D",
+            "ENDED; failed + Cancel>D + Disconnect>D + Release>D",
+            "ENDED; failed + Cancel>D + Disconnect>D + Release>D", "=; Disconnect>D",
+            "none; Disconnect>D | =; Disconnect>D | =; Disconnect>D + Release>D",
+        ),
+        "D lost": ("=", "none; failed", "ENDED; failed", "ENDED; failed + Cancel>P", "ENDED; failed + Cancel>P",
+                   "ENDED; failed", "="),
+        "D joined": (
+            "=; Disconnect>P", "none; failed + Disconnect>P", "none; failed + Disconnect>P",
+            "ENDED; failed + Cancel>P + Disconnect>P", "ENDED; failed + Cancel>P + Disconnect>P",
+            "ENDED; failed + Disconnect>P | none; failed + Disconnect>P", "none; Disconnect>P | =; Disconnect>P",
+        ),
+        "down at D": (
+            "=", "none; failed", "ENDED; failed + Release>D", "ENDED; " + _E, "ENDED; " + _E, "=", "=",
+        ),
+        "severed": (
+            "=", "none; failed", "ENDED; failed + Release>D", "ENDED; " + _E + " + Release>D",
+            "ENDED; " + _E + " + Release>D", "=", "= | =; Release>D",
+        ),
+        "down at P": (
+            "=", "none; failed", "ENDED; failed + Release>D", "ENDED; " + _E, "ENDED; " + _E, "=", "=",
+        ),
     },
 )  # fmt: skip
