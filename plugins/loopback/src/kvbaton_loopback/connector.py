@@ -193,8 +193,8 @@ class LoopbackConnector(ConnectorBase):
                 return True
             grant.open = False
             if grant.arriving:
-                return False  # a copy is under way; it will have finished before a later call
-            del self._grants[transfer]
+                return False  # a copy is under way; a later call finds that it has finished
+            self._forget(transfer, grant)
             return True
 
     # -- progress ---------------------------------------------------------------------------------------------------------
@@ -291,6 +291,8 @@ class LoopbackConnector(ConnectorBase):
             landing.grant.arriving -= 1
             if post.error is None:
                 landing.connector._receive(Receipt(self.peer, chunk.transfer, chunk.sequence), post.echoes)
+            if not (landing.grant.open or landing.grant.arriving):
+                landing.connector._forget(chunk.transfer, landing.grant)
             landing.connector._settle(self.peer, landing.route)
         self._end(chunk, Outcome.DONE if post.error is None else Outcome.FAILED, post.error)
 
@@ -302,6 +304,10 @@ class LoopbackConnector(ConnectorBase):
             if twice:
                 self._inbox.echoes.append(receipt)
             self._bell.notify()
+
+    def _forget(self, transfer: TransferId, grant: Grant) -> None:
+        if self._grants.get(transfer) is grant:
+            del self._grants[transfer]
 
     def _tell(self, event: PeerEvent) -> None:
         if not self._gone:
