@@ -1,13 +1,14 @@
 """An engine without a model: real memory, real block tables, arithmetic in place of attention.
 
-:class:`ScriptedModel` defines, by hashing alone, what the KV bytes of a token are (a function of all tokens up to it, the
-plane and the component) and which token follows from the *bytes* of a whole cache and a final payload.  So a decode stage
-that received one wrong byte answers with other tokens, and :meth:`ScriptedModel.generate` says what the right ones are
-without any memory at all.
+:class:`ScriptedModel` defines, by hashing alone, what the KV bytes of a token are (a function of all tokens up to it,
+the plane and the component) and which token follows from the *bytes* of a whole cache and a final payload.  So a
+decode stage that received one wrong byte answers with other tokens, and :meth:`ScriptedModel.generate` says what the
+right ones are without any memory at all.
 
 :class:`ScriptedEngine` is a :class:`~kvbaton.engine.StageEngine` over that model: paged memory, prefix reuse, chunked
-prefill, worst-case growth budgets, device events under a test's control.  Freed blocks are poisoned, and a block that is
-handed out again with its poison disturbed is reported in :attr:`ScriptedEngine.late_writes`: the byte-level witness of C5.2.
+prefill, worst-case growth budgets, device events under a test's control.  Freed blocks are poisoned, and a block that
+is handed out again with its poison disturbed is reported in :attr:`ScriptedEngine.late_writes`: the byte-level witness
+of C5.2.
 
 Threading: as every engine; :class:`ScriptedDevice` may be driven from any thread.
 """
@@ -60,7 +61,7 @@ def _mix_words(x: Words) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
-# -- the model -------------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class ScriptedModel:
         return words.view(np.uint8)[: self.final_bytes]
 
     def digest(self, plane: int, component: int, rows: Bytes, first: int) -> int:
-        """What ``rows`` (positions ``first`` on) contribute to the state that decides the next token: every byte counts."""
+        """What ``rows`` (positions ``first`` on) contribute to the state that decides the next token: every byte
+        counts."""
         weights = _mix_words(np.arange(rows.shape[1], dtype=np.uint64) + np.uint64((plane << 40) | (component << 24)))
         places = _mix_words(np.arange(first, first + len(rows), dtype=np.uint64)) | np.uint64(1)
         values = (rows.astype(np.uint64) + np.uint64(1)) * weights[None, :]
@@ -141,7 +143,7 @@ def finish_reason(request: Request, tokens: Sequence[int]) -> FinishReason | Non
     return FinishReason.LENGTH if len(tokens) >= request.sampling.max_tokens else None
 
 
-# -- the device ------------------------------------------------------------------------------------------------------------
+# -- the device ------------------------------------------------------------------------------------------------------
 
 
 class ScriptedDevice:
@@ -182,7 +184,7 @@ class _Event:
         return self.done
 
 
-# -- the engine ------------------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,10 +220,11 @@ class _Sequence:
 
 
 class ScriptedEngine:
-    """A stage engine over a :class:`ScriptedModel`.  ``chunk`` is the number of prompt tokens computed per step and request.
+    """A stage engine over a :class:`ScriptedModel`.  ``chunk`` is the number of prompt tokens computed per step and
+    request.
 
-    Faults on demand: a transfer in :attr:`fail_compute` (P), :attr:`fail_import` or :attr:`fail_decode` (D) fails there;
-    :attr:`refuse` answers a reservation by refusing it.
+    Faults on demand: a transfer in :attr:`fail_compute` (P), :attr:`fail_import` or :attr:`fail_decode` (D) fails
+    there; :attr:`refuse` answers a reservation by refusing it.
     """
 
     def __init__(
@@ -263,14 +266,16 @@ class ScriptedEngine:
         self._finals: Bytes = np.zeros(0, np.uint8)
         self._free: deque[int] = deque(range(s.blocks))
         self._owners: dict[int, int] = {}  # block -> number of sequences that hold it
-        self._cached: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # prefix hash -> one block per plane, oldest first
+        self._cached: OrderedDict[int, tuple[int, ...]] = (
+            OrderedDict()
+        )  # prefix hash -> one block per plane, oldest first
         self._cached_blocks: dict[int, int] = {}  # block -> prefix hash
         self._promised = 0  # blocks of growth budgets not yet taken
         self._free_slots = list(range(s.final_slots))
         self._sequences: dict[TransferId, _Sequence] = {}
         self._queue: deque[TransferId] = deque()
 
-    # -- StageEngine: set-up ------------------------------------------------------------------------------------------------
+    # -- StageEngine: set-up -----------------------------------------------------------------------------------------
 
     def regions(self, allocate: Allocator | None) -> Sequence[MemoryRegion]:
         sizes = (self._stride * self.layout.blocks, max(self.model.final_bytes, 1) * self.layout.final_slots)
@@ -291,7 +296,7 @@ class ScriptedEngine:
         return Capacity(blocks=s.blocks, compute_slots=s.compute_slots, transfer_slots=s.final_slots,
                         block_tokens=s.block_tokens, max_tokens=s.max_tokens, planes=self.model.planes)  # fmt: skip
 
-    # -- StageEngine: transfers ---------------------------------------------------------------------------------------------
+    # -- StageEngine: transfers --------------------------------------------------------------------------------------
 
     def reserve_transfer(self, admission: Admission) -> None:
         if admission.transfer in self._sequences:
@@ -376,7 +381,7 @@ class ScriptedEngine:
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
 
-    # -- StageEngine: compute -----------------------------------------------------------------------------------------------
+    # -- StageEngine: compute ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         return any(self._runnable(t) for t in self._queue)
@@ -402,7 +407,7 @@ class ScriptedEngine:
     def close(self) -> None:
         self._queue.clear()
 
-    # -- compute ------------------------------------------------------------------------------------------------------------
+    # -- compute -----------------------------------------------------------------------------------------------------
 
     def _runnable(self, transfer: TransferId) -> bool:
         sequence = self._sequences[transfer]
@@ -474,7 +479,7 @@ class ScriptedEngine:
         assert self._callbacks is not None, "attach() comes before any transfer"
         return self._callbacks
 
-    # -- memory -------------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------------------------
 
     def layout_blocks(self, tokens: int) -> int:
         return -(-tokens // self.layout.block_tokens)
@@ -559,13 +564,11 @@ class ScriptedEngine:
 
     def _evict(self) -> None:
         """Forget the oldest cached prefix block that nobody owns."""
-        for key, group in self._cached.items():
-            if not any(self._owners.get(block) for block in group):
-                break
-        else:
+        idle = (k for k, group in self._cached.items() if not any(self._owners.get(block) for block in group))
+        key = next(idle, None)
+        if key is None:
             raise RuntimeError("scripted: the growth budget was wrong, no block is left")
-        del self._cached[key]
-        for block in group:
+        for block in self._cached.pop(key):
             del self._cached_blocks[block]
             self._block(block)[:] = _POISON
             self._free.append(block)
@@ -574,4 +577,7 @@ class ScriptedEngine:
 def distinct_prompts(count: int, lengths: Iterable[int], seed: int = 0) -> list[tuple[int, ...]]:
     """``count`` prompts that share no prefix, with the given lengths in turn."""
     sizes = list(lengths)
-    return [tuple(_mix(seed * 1_000_003 + i * 1009 + k) % 50_000 for k in range(sizes[i % len(sizes)])) for i in range(count)]
+    return [
+        tuple(_mix(seed * 1_000_003 + i * 1009 + k) % 50_000 for k in range(sizes[i % len(sizes)]))
+        for i in range(count)
+    ]

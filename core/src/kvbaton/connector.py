@@ -1,11 +1,11 @@
 """The transport protocol: what a backend author implements, and the values that cross it.
 
 A connector is one stage's end of a transport.  It moves bytes one-sidedly from registered source memory into registered
-destination memory and tells each side what it can *prove*: a receipt at the destination, one completion per chunk at the
-source.  It knows nothing of requests, engines or credits.
+destination memory and tells each side what it can *prove*: a receipt at the destination, one completion per chunk at
+the source.  It knows nothing of requests, engines or credits.
 
-Threading: after ``open()`` every method is called on one thread, the stage's pump (``close()`` too, or after the pump was
-joined).  No method waits for a peer.  Only :meth:`TransferConnector.poll` produces events.  Core's guard
+Threading: after ``open()`` every method is called on one thread, the stage's pump (``close()`` too, or after the pump
+was joined).  No method waits for a peer.  Only :meth:`TransferConnector.poll` produces events.  Core's guard
 (:mod:`kvbaton.guard`) wraps every connector and has validated every argument before a method is called.
 
 The clauses T1 to T13 of ``docs/contracts.md`` are what the methods promise; ``kvbaton conformance NAME`` finds out.
@@ -38,15 +38,15 @@ MemoryKind = Literal["host", "cuda"]
 Reach = Literal["same_process", "cross_process", "cross_host"]
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryRegion:
     """A contiguous run of memory that a transport may reach once it is registered.
 
-    ``address`` and ``length`` are bytes; ``device`` counts within ``kind`` (0 for host memory).  ``owner`` keeps the memory
-    alive for as long as the region object lives; region memory outlives ``close()`` (T1).
+    ``address`` and ``length`` are bytes; ``device`` counts within ``kind`` (0 for host memory).  ``owner`` keeps the
+    memory alive for as long as the region object lives; region memory outlives ``close()`` (T1).
     """
 
     id: int
@@ -83,8 +83,8 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one connector is reached, serialisable (T2).  At most :data:`MAX_ENDPOINT_BYTES` encoded.
 
-    ``geometry`` is an encoded :class:`~kvbaton.geometry.KVGeometry` (or empty, where a test has none); ``metadata`` is what
-    the connector's own ``metadata()`` returned: opaque to core.
+    ``geometry`` is an encoded :class:`~kvbaton.geometry.KVGeometry` (or empty, where a test has none); ``metadata``
+    is what the connector's own ``metadata()`` returned: opaque to core.
     """
 
     transport: str
@@ -108,12 +108,13 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise LocalProtocolError(f"not an endpoint: {error}") from error
 
 
-# -- operations and what is known of them --------------------------------------------------------------------------------
+# -- operations and what is known of them ----------------------------------------------------------------------------
 
 
 @runtime_checkable
 class DeviceEvent(Protocol):
-    """Something a device will have done: ``query()`` says, without waiting, whether it has.  Never goes back to False."""
+    """Something a device will have done: ``query()`` says, without waiting, whether it has.  Never goes back to
+    False."""
 
     def query(self) -> bool: ...
 
@@ -122,12 +123,12 @@ class DeviceEvent(Protocol):
 class Chunk:
     """A bounded batch of source segments and the destination segments they go to (equal count, equal lengths).
 
-    ``sequence`` counts from 0 within ``transfer``.  ``nbytes`` is the sum of lengths; 0 with empty lists is legal: a receipt
-    without bytes.  ``after`` is the device event behind the source, set only where ``capabilities.source_ordered``; otherwise
-    core has already waited for it.
+    ``sequence`` counts from 0 within ``transfer``.  ``nbytes`` is the sum of lengths; 0 with empty lists is legal: a
+    receipt without bytes.  ``after`` is the device event behind the source, set only where
+    ``capabilities.source_ordered``; otherwise core has already waited for it.
 
-    Ownership: from an accepting ``submit`` until the completion says ``source_quiet`` / ``target_quiet`` the bytes of that
-    side belong to the transport.
+    Ownership: from an accepting ``submit`` until the completion says ``source_quiet`` / ``target_quiet`` the bytes of
+    that side belong to the transport.
     """
 
     transfer: TransferId
@@ -153,8 +154,8 @@ class Outcome(enum.Enum):
 class Completion:
     """The one end of an accepted chunk at its source (T5), with what is *proven* quiet on either side.
 
-    ``source_quiet``: the source bytes are not read any more.  ``target_quiet``: no byte of this chunk can still be written.
-    Both together are called *terminal*.  A raised error alone proves neither.
+    ``source_quiet``: the source bytes are not read any more.  ``target_quiet``: no byte of this chunk can still be
+    written. Both together are called *terminal*.  A raised error alone proves neither.
     """
 
     transfer: TransferId
@@ -181,8 +182,8 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class PeerEvent:
     """A peer came up (it accepted my epoch) or went down.
 
-    ``quiet`` on *down* is the transport's fence: nothing of that peer can still be written here, and nothing here is still
-    read for it.  *Down* without *quiet* proves nothing about memory (C6.4).
+    ``quiet`` on *down* is the transport's fence: nothing of that peer can still be written here, and nothing here is
+    still read for it.  *Down* without *quiet* proves nothing about memory (C6.4).
     """
 
     peer: PeerId
@@ -207,12 +208,13 @@ class Progress:
 IDLE = Progress()
 
 
-# -- capabilities --------------------------------------------------------------------------------------------------------
+# -- capabilities ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a connector declares, in both directions true (T13): the suite finds what is declared and refuses the rest."""
+    """What a connector declares, in both directions true (T13): the suite finds what is declared and refuses the
+    rest."""
 
     #: Memory it can move, e.g. ``{"host"}``.
     memory_kinds: frozenset[MemoryKind] = frozenset({"host"})
@@ -242,7 +244,7 @@ class Capabilities:
         return bool(getattr(self, reach))
 
 
-# -- the protocol --------------------------------------------------------------------------------------------------------
+# -- the protocol ----------------------------------------------------------------------------------------------------
 
 
 class TransferConnector(Protocol):
@@ -257,7 +259,8 @@ class TransferConnector(Protocol):
         """
 
     def metadata(self) -> bytes:
-        """What a peer needs in order to connect: opaque, serialisable, at most 64 KiB with the rest of the endpoint (T2)."""
+        """What a peer needs in order to connect: opaque, serialisable, at most 64 KiB with the rest of the endpoint
+        (T2)."""
 
     def connect(self, peer: Endpoint) -> None:
         """Start to connect.  ``poll()`` reports *up* when the peer accepted my epoch, or *down* with the error (T2).
@@ -312,7 +315,8 @@ class TransferConnector(Protocol):
 
 
 class ConnectorBase:
-    """Defaults for the optional half of :class:`TransferConnector`: what a one-sided transport on ordinary memory needs."""
+    """Defaults for the optional half of :class:`TransferConnector`: what a one-sided transport on ordinary memory
+    needs."""
 
     capabilities: Capabilities = Capabilities()
 
@@ -340,7 +344,7 @@ class ConnectorBase:
         time.sleep(timeout)
 
 
-# -- the plugin object ---------------------------------------------------------------------------------------------------
+# -- the plugin object -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

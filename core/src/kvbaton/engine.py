@@ -1,11 +1,11 @@
 """The engine protocol: what an inference engine implements and is called back through to take part in a hand-off.
 
 The engine owns scheduler, tensors, sampling and request objects; the stage asks and is told, and never reaches into the
-engine's queues or caches.  One thread, the engine thread, calls the engine, between steps, never re-entered, never blocking
-on a peer.  A call about an unknown or already released transfer is a no-op (C1.2).
+engine's queues or caches.  One thread, the engine thread, calls the engine, between steps, never re-entered, never
+blocking on a peer.  A call about an unknown or already released transfer is a no-op (C1.2).
 
-A prefill engine (P) computes prompt KV and the final payload and never samples (A2).  A decode engine (D) reserves memory,
-imports, and from then on treats the request like any other.
+A prefill engine (P) computes prompt KV and the final payload and never samples (A2).  A decode engine (D) reserves
+memory, imports, and from then on treats the request like any other.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """One transfer as an engine gets it.  On P, ``reserved_prefix`` tokens need not be reported: D holds them already."""
+    """One transfer as an engine gets it.  On P, ``reserved_prefix`` tokens need not be reported: D holds them
+    already."""
 
     transfer: TransferId
     request: Request
@@ -80,8 +81,8 @@ class ComputedRange:
     """P: tokens ``[start, end)`` of the prompt are (or, once ``ready`` completes, will be) final in P's cache (C3.7).
 
     The ranges of one transfer tile ``[0, len(prompt))`` in order; what P had cached is part of the first range (C3.3).
-    ``tables[plane]`` covers at least ``end`` tokens.  The range with ``last`` also carries ``final_slot``, the slot of the final
-    payload; it may be empty (``start == end``) but is always reported (C3.4).
+    ``tables[plane]`` covers at least ``end`` tokens.  The range with ``last`` also carries ``final_slot``, the slot
+    of the final payload; it may be empty (``start == end``) but is always reported (C3.4).
 
     Ownership: the blocks and the slot stay as they are until ``release_transfer``.
     """
@@ -154,16 +155,17 @@ class StageEngine(Protocol):
     def reserve_transfer(self, admission: Admission) -> None:
         """Take part in a transfer.
 
-        D: hold memory for the whole prompt and the final payload, and answer by ``callbacks.reserved`` or ``refused``, now or
-        from a later step, once locally quiet.  P: start prefilling by itself as slots allow, reporting ranges; ``refused``
-        where it never can.
+        D: hold memory for the whole prompt and the final payload, and answer by ``callbacks.reserved`` or
+        ``refused``, now or from a later step, once locally quiet.  P: start prefilling by itself as slots allow,
+        reporting ranges;
+        ``refused`` where it never can.
         """
 
     def accept_import(self, transfer: TransferId, valid: int) -> None:
         """D: every byte of tokens ``[0, valid)`` and of the final payload is in place.
 
-        Publish validity and prefix, bind the final payload (copy it and return the slot), drop the lease, queue the request for
-        ordinary admission (C2.3, C8.3).
+        Publish validity and prefix, bind the final payload (copy it and return the slot), drop the lease, queue the
+        request for ordinary admission (C2.3, C8.3).
         """
 
     def suspend_transfer(self, transfer: TransferId) -> DeviceEvent | None:

@@ -1,7 +1,8 @@
 """Every exception of kvbaton, in one tree.
 
 Each says what happened, to what, in which state, and what to do next; the facts are attributes as well, so that a
-program need not read the text.  Foreign exceptions are mapped once, at the edge where they enter, with the cause chained.
+program need not read the text.  Foreign exceptions are mapped once, at the edge where they enter, with the cause
+chained.
 
 ``ConfigurationError`` is the operator's to mend before anything runs; ``LocalProtocolError`` is the caller's bug;
 ``ProtocolViolation`` is the peer's; ``TransferFailed`` is one request's misfortune and leaves every other one alone.
@@ -44,7 +45,7 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     return f' Did you mean "{found[0]}"?' if found else ""
 
 
-# -- configuration: the operator mends it before anything runs ---------------------------------------------------------
+# -- configuration: the operator mends it before anything runs -------------------------------------------------------
 
 
 class ConfigurationError(KvbatonError):
@@ -115,7 +116,7 @@ class GeometryMismatch(KvbatonError):
         )  # fmt: skip
 
 
-# -- the caller's bugs ---------------------------------------------------------------------------------------------------
+# -- the caller's bugs -----------------------------------------------------------------------------------------------
 
 
 class LocalProtocolError(KvbatonError):
@@ -134,7 +135,7 @@ class CacheError(LocalProtocolError):
     """The logical KV cache was asked for something that would break its books (C8)."""
 
 
-# -- transports ----------------------------------------------------------------------------------------------------------
+# -- transports ------------------------------------------------------------------------------------------------------
 
 
 class TransportError(KvbatonError):
@@ -166,10 +167,11 @@ class ConnectorFault(TransportError):
 
 
 class QuarantineFull(TransportError):
-    """More memory is neither quiet nor fenced than the limits allow: the stage must not go on (T8).  Facts: ``bytes``, ``limit``."""
+    """More memory is neither quiet nor fenced than the limits allow: the stage must not go on (T8).  Facts:
+    ``bytes``, ``limit``."""
 
 
-# -- the peer's faults, and one request's misfortune ---------------------------------------------------------------------
+# -- the peer's faults, and one request's misfortune -----------------------------------------------------------------
 
 
 class ProtocolViolation(KvbatonError):
@@ -185,6 +187,10 @@ class MessageError(KvbatonError):
 
 class TransferFailed(KvbatonError):
     """One transfer failed (C6.3).  Facts: ``transfer``, ``request``, ``cause``, ``retained``."""
+
+
+class RequestCancelled(KvbatonError):
+    """A request was aborted, or ended with its runtime.  Facts: ``request``."""
 
 
 class RequestRefused(KvbatonError):

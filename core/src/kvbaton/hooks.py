@@ -25,7 +25,7 @@ from kvbaton.errors import PluginBroken, closest
 
 if TYPE_CHECKING:
     from kvbaton.identity import PeerId, RequestKey, TransferId
-    from kvbaton.runtime import RequestRecord
+    from kvbaton.records import RequestRecord
 
 PROJECT = "kvbaton"
 GROUP = "kvbaton.hooks"

@@ -1,7 +1,8 @@
 """What holds memory for a transfer: reservations, leases and credits.
 
-A *reservation* is destination memory promised to one transfer and frozen while it lives; a *lease* keeps blocks from being
-freed or preempted; a *credit* is the coordinator's book entry for capacity it has promised (C2.4: not a measurement).
+A *reservation* is destination memory promised to one transfer and frozen while it lives; a *lease* keeps blocks from
+being freed or preempted; a *credit* is the coordinator's book entry for capacity it has promised (C2.4: not a
+measurement).
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stage's engine offers: what credits are made of.
 
     ``blocks``: KV blocks of the pool that all ``planes`` share; ``compute_slots``: requests computed at once;
-    ``transfer_slots``: transfers alive at once (final payload slots); ``block_tokens``: tokens per block; ``max_tokens``: the
-    longest sequence.
+    ``transfer_slots``: transfers alive at once (final payload slots); ``block_tokens``: tokens per block;
+    ``max_tokens``: the longest sequence.
     """
 
     blocks: int

@@ -1,7 +1,7 @@
 """The decode stage D: the destination of KV.
 
-Receipts and the commit count meet in the machine; when all are in, the engine imports on its own thread and treats the request
-like any other from then on.
+Receipts and the commit count meet in the machine; when all are in, the engine imports on its own thread and treats
+the request like any other from then on.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvbaton import messages
+from kvbaton.connector import Endpoint, Progress
 from kvbaton.engine import Admission, Role, StepOutput
 from kvbaton.errors import KvbatonError
 from kvbaton.geometry import KVGeometry, KVMap
-from kvbaton.guard import GuardProgress
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.destination import Destination
-from kvbaton.identity import TransferId
+from kvbaton.identity import PeerId, TransferId
 from kvbaton.reservation import Reservation
 from kvbaton.segments import Segments
 from kvbaton.stage import engine_loop as loop
@@ -36,7 +36,7 @@ class DecodeStage(Stage):
         self._map = KVMap(geometry, geometry)
         self._prompts: dict[TransferId, int] = {}
 
-    # -- coordinator --------------------------------------------------------------------------------------------------------
+    # -- coordinator -------------------------------------------------------------------------------------------------
 
     def _on_transfer(self, message: messages.TransferMessage) -> Iterable[fx.Effect]:
         match message:
@@ -55,7 +55,7 @@ class DecodeStage(Stage):
     def _coordinator_gone(self) -> Iterable[fx.Effect]:
         return self.machine.orphaned()
 
-    # -- engine -------------------------------------------------------------------------------------------------------------
+    # -- engine ------------------------------------------------------------------------------------------------------
 
     def _on_engine(self, report: loop.Report) -> Iterable[fx.Effect]:
         match report:
@@ -75,7 +75,7 @@ class DecodeStage(Stage):
     def _on_output(self, output: StepOutput) -> list[fx.Effect]:
         if output.error is not None:
             return list(self.machine.engine_failed(output.transfer, f"C6.3: decode: {output.error}"))
-        effects = list(self.machine.output(output.transfer, output.token_ids, output.exit_depths))
+        effects: list[fx.Effect] = list(self.machine.output(output.transfer, output.token_ids, output.exit_depths))
         if output.finish_reason is not None:
             effects += self.machine.finished(output.transfer, output.finish_reason)
         return effects
@@ -83,13 +83,19 @@ class DecodeStage(Stage):
     def _on_suspended(self, transfer: TransferId) -> Iterable[fx.Effect]:
         return self.machine.device_quiet(transfer)
 
-    # -- transport ----------------------------------------------------------------------------------------------------------
+    # -- transport ---------------------------------------------------------------------------------------------------
 
-    def _on_events(self, progress: GuardProgress) -> None:
+    def _peer_announced(self, endpoint: Endpoint) -> None:
+        """A writer: nothing to prepare, its own side plans."""
+
+    def _peer_gone(self, peer: PeerId) -> None:
+        """The machine decides what its transfers come to."""
+
+    def _on_events(self, progress: Progress) -> None:
         for receipt in progress.receipts:
             self._run(self.machine.receipt(receipt))
 
-    # -- effects ------------------------------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------------------------
 
     def _on_role_effect(self, effect: fx.Effect) -> None:
         match effect:

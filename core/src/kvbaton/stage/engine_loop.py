@@ -1,8 +1,8 @@
 """The engine thread of a stage: the one place from which an engine is called.
 
-The pump posts commands into one inbox; the loop carries them out between steps, in order, and reports back.  The order is
-what makes cross-thread ownership simple: a block that is released and then promised again is released first (C5).
-The loop blocks on its inbox when the engine has nothing to do.
+The pump posts commands into one inbox; the loop carries them out between steps, in order, and reports back.  The
+order is what makes cross-thread ownership simple: a block that is released and then promised again is released first
+(C5). The loop blocks on its inbox when the engine has nothing to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvbaton.engine import Admission, ComputedRange, StageEngine, StepOutput
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Reservation
 
-# -- commands: pump -> engine ----------------------------------------------------------------------------------------------
+# -- commands: pump -> engine ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Quit:
 
 Command = Admit | Import | Suspend | ReleaseCompute | Release | Query | Nudge | Quit
 
-# -- reports: engine -> pump -----------------------------------------------------------------------------------------------
+# -- reports: engine -> pump -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,16 @@ class EngineFailed:
 
 
 Report = (
-    Computed | Reserved | Refused | Imported | Activated | Produced | Suspended | Released | CommandFailed | EngineFailed
+    Computed
+    | Reserved
+    | Refused
+    | Imported
+    | Activated
+    | Produced
+    | Suspended
+    | Released
+    | CommandFailed
+    | EngineFailed
 )
 
 
@@ -166,8 +175,8 @@ class EngineLoop:
     """Runs an engine on the calling thread until :class:`Quit`.
 
     ``report`` and ``can_schedule`` are called on the engine thread and must not block.  ``post`` may be called from any
-    thread.  A step that raises ends the loop with :class:`EngineFailed`; commands are still carried out until ``Quit``, so
-    that the pump can drain what the wire may touch.
+    thread.  A step that raises ends the loop with :class:`EngineFailed`; commands are still carried out until
+    ``Quit``, so that the pump can drain what the wire may touch.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """From the ranges an engine reports to the chunks a connector carries (C3).
 
-One planner per prefill stage.  Per transfer it remembers how far it has planned; per peer the geometry map built when that
-peer came up.  Pure bookkeeping: no clock, no I/O; used by the pump thread only.
+One planner per prefill stage.  Per transfer it remembers how far it has planned; per peer the geometry map built when
+that peer came up.  Pure bookkeeping: no clock, no I/O; used by the pump thread only.
 """
 
 from __future__ import annotations
@@ -60,16 +60,14 @@ class ChunkPlanner:
 
     def begin(self, transfer: TransferId, peer: PeerId, reservation: Reservation) -> None:
         """A transfer to ``peer`` starts: D's valid prefix counts as sent (C3.3)."""
-        self._plans[transfer] = _Plan(
-            self._maps[peer], peer, reservation, reservation.arrays(), reservation.valid
-        )
+        self._plans[transfer] = _Plan(self._maps[peer], peer, reservation, reservation.arrays(), reservation.valid)
 
     def plan(self, computed: ComputedRange) -> list[Chunk]:
         """The chunks of one reported range, in sequence; empty where the range only extends an unfinished block.
 
         The unfinished block is held back until the last range, because whole blocks are one segment over all layers and
-        partial ones are one per layer.  The last range always gives at least one chunk: the final payload's, which may be
-        empty (C3.4).  Unknown or finished transfer: nothing.
+        partial ones are one per layer.  The last range always gives at least one chunk: the final payload's, which
+        may be empty (C3.4).  Unknown or finished transfer: nothing.
         """
         plan = self._plans.get(computed.transfer)
         if plan is None or plan.finished:

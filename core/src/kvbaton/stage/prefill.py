@@ -1,7 +1,8 @@
 """The prefill stage P: the source of KV.
 
-The engine reports computed ranges; the planner cuts them into chunks; a chunk waits for its device events, then for room in the
-transport.  Every pass offers what is ready until the guard says that it is full, so the whole budget is refilled each time.
+The engine reports computed ranges; the planner cuts them into chunks; a chunk waits for its device events, then for
+room in the transport.  Every pass offers what is ready until the guard says that it is full, so the whole budget is
+refilled each time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Any
 import msgspec
 
 from kvbaton import messages
-from kvbaton.connector import Chunk, DeviceEvent, Endpoint, Outcome
-from kvbaton.engine import Admission, Role
+from kvbaton.connector import Chunk, DeviceEvent, Endpoint, Outcome, Progress
+from kvbaton.engine import Admission, ComputedRange, Role
 from kvbaton.errors import KvbatonError
 from kvbaton.geometry import KVGeometry
-from kvbaton.guard import GuardProgress
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.source import Source
 from kvbaton.identity import PeerId, TransferId
@@ -31,14 +31,15 @@ from kvbaton.stage.stage import HANDLE_DONE, Stage
 class _Transfer:
     """Chunks between plan and submission."""
 
-    #: Device events in launch order, each with the chunks that were planned with it.  A chunk may carry tokens held back
-    #: from earlier ranges, so it is ready only when every earlier event is.
+    #: Device events in launch order, each with the chunks that were planned with it.  A chunk may carry tokens held
+    #: back from earlier ranges, so it is ready only when every earlier event is.
     computing: deque[tuple[DeviceEvent | None, tuple[int, ...]]] = field(default_factory=deque)
     chunks: dict[int, Chunk] = field(default_factory=dict)
 
 
 class PrefillStage(Stage):
-    """See the module's text.  ``backlog_bytes``: computed and not yet submitted; beyond it the engine is asked to pause."""
+    """See the module's text.  ``backlog_bytes``: computed and not yet submitted; beyond it the engine is asked to
+    pause."""
 
     role = Role.PREFILL
     machine: Source
@@ -61,7 +62,7 @@ class PrefillStage(Stage):
         self._paused = True
         return False
 
-    # -- coordinator --------------------------------------------------------------------------------------------------------
+    # -- coordinator -------------------------------------------------------------------------------------------------
 
     def _on_transfer(self, message: messages.TransferMessage) -> Iterable[fx.Effect]:
         match message:
@@ -84,7 +85,7 @@ class PrefillStage(Stage):
     def _peer_gone(self, peer: PeerId) -> None:
         self._planner.peer_down(peer)
 
-    # -- engine -------------------------------------------------------------------------------------------------------------
+    # -- engine ------------------------------------------------------------------------------------------------------
 
     def _on_engine(self, report: loop.Report) -> Iterable[fx.Effect]:
         match report:
@@ -102,20 +103,22 @@ class PrefillStage(Stage):
             case _:
                 return [fx.Ignored(None, type(report).__name__, "a prefill engine has no such report")]
 
-    def _on_computed(self, computed: loop.ComputedRange) -> Iterable[fx.Effect]:
+    def _on_computed(self, computed: ComputedRange) -> Iterable[fx.Effect]:
         transfer = computed.transfer
         if self.machine.next_sequence(transfer) is None:
             return [fx.Ignored(transfer, "computed", "nothing is to be computed any more")]
         try:
             chunks = self._planner.plan(computed)
         except KvbatonError as error:
-            return self.machine.engine_failed(transfer, f"C3.6: the engine reported a range that cannot be sent: {error}")
+            return self.machine.engine_failed(
+                transfer, f"C3.6: the engine reported a range that cannot be sent: {error}"
+            )
         state = self._transfers.setdefault(transfer, _Transfer())
         state.computing.append((computed.ready, tuple(chunk.sequence for chunk in chunks)))
         for chunk in chunks:
             state.chunks[chunk.sequence] = chunk
             self._backlog += chunk.nbytes
-        effects = list(self.machine.computed(transfer, len(chunks), computed.last))
+        effects: list[fx.Effect] = list(self.machine.computed(transfer, len(chunks), computed.last))
         self._waiting.add(transfer)
         effects += self._advance_device(transfer)
         return effects
@@ -137,9 +140,9 @@ class PrefillStage(Stage):
     def _on_suspended(self, transfer: TransferId) -> Iterable[fx.Effect]:
         return self.machine.suspended(transfer)
 
-    # -- transport ----------------------------------------------------------------------------------------------------------
+    # -- transport ---------------------------------------------------------------------------------------------------
 
-    def _on_events(self, progress: GuardProgress) -> None:
+    def _on_events(self, progress: Progress) -> None:
         for completion in progress.completions:
             if completion.outcome is Outcome.DONE:
                 self._mark(completion.transfer, HANDLE_DONE)
@@ -198,7 +201,7 @@ class PrefillStage(Stage):
     def _has_pending(self) -> bool:
         return bool(self._waiting) or any(self._ready.values())
 
-    # -- effects ------------------------------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------------------------
 
     def _on_role_effect(self, effect: fx.Effect) -> None:
         match effect:

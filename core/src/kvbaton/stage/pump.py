@@ -1,9 +1,10 @@
 """The progress thread of a stage: it alone polls the connector and feeds the machine.
 
-Completions must never wait for a model step, so the pump is independent of ``engine.step()``.  It shares the interpreter with
-the engine thread, so it must not spin either: a spinning pump slowed a launch-bound engine 4.4 times, a half-millisecond
-pause at most 1.3 times.  Hence: after a pass that did something, another pass at once; after one that did not, a pause that
-doubles from ``idle_min`` to ``idle_max``; with nothing live, sleep until the channel or the engine has something.
+Completions must never wait for a model step, so the pump is independent of ``engine.step()``.  It shares the
+interpreter with the engine thread, so it must not spin either: a spinning pump slowed a launch-bound engine 4.4
+times, a half-millisecond pause at most 1.3 times.  Hence: after a pass that did something, another pass at once;
+after one that did not, a pause that doubles from ``idle_min`` to ``idle_max``; with nothing live, sleep until the
+channel or the engine has something.
 """
 
 from __future__ import annotations

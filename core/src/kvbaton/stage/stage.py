@@ -1,12 +1,13 @@
 """A stage: machine, connector and engine joined, on the pump thread.
 
-:class:`Stage` is what prefill and decode stages share: carrying out a machine's effects, connecting to peers, watching device
-events, answering generic control, and ending.  It owns no thread: :class:`~kvbaton.stage.pump.Pump` drives ``advance()``, and
-so can a test.  The engine is reached only through commands to its loop and heard only through reports (see
-:mod:`kvbaton.stage.engine_loop`).
+:class:`Stage` is what prefill and decode stages share: carrying out a machine's effects, connecting to peers,
+watching device events, answering generic control, and ending.  It owns no thread: :class:`~kvbaton.stage.pump.Pump`
+drives
+``advance()``, and so can a test.  The engine is reached only through commands to its loop and heard only through
+reports (see :mod:`kvbaton.stage.engine_loop`).
 
-A stage has two honest ends: *stopped* (told to, drained, closed) and *orphaned* (its coordinator is gone, C6.6).  Either is bounded
-by the shutdown deadline, and what was still held then is named in :attr:`Stage.outcome`.
+A stage has two honest ends: *stopped* (told to, drained, closed) and *orphaned* (its coordinator is gone, C6.6).
+Either is bounded by the shutdown deadline, and what was still held then is named in :attr:`Stage.outcome`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import msgspec
 
 from kvbaton import messages
-from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent
+from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent, Progress
 from kvbaton.control import StageChannel
 from kvbaton.engine import Role
 from kvbaton.errors import KvbatonError, QuarantineFull
@@ -89,15 +90,13 @@ class Stage(ABC):
         self._timings: dict[TransferId, dict[str, float]] = {}
         self._counts: Counter[str] = Counter()
 
-    # -- driven by the pump -------------------------------------------------------------------------------------------------
+    # -- driven by the pump ------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
         """One pass: messages, reports, device events, transport; whether anything happened."""
         if not self._greeted:
             self._greeted = True
-            self.channel.send(
-                messages.Hello(self.peer, self.role, self.capacity, self.guard.endpoint().encode())
-            )
+            self.channel.send(messages.Hello(self.peer, self.role, self.capacity, self.guard.endpoint().encode()))
         busy = False
         for message in self.channel.receive():
             busy = True
@@ -135,7 +134,7 @@ class Stage(ABC):
         self._reports.append(report)
         self.channel.wake()
 
-    # -- what the roles add -------------------------------------------------------------------------------------------------
+    # -- what the roles add ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _on_transfer(self, message: messages.TransferMessage) -> Iterable[fx.Effect]:
@@ -158,15 +157,18 @@ class Stage(ABC):
         """The engine computes nothing for it and its device is quiet."""
 
     @abstractmethod
-    def _on_events(self, progress: GuardProgress) -> None:
+    def _on_events(self, progress: Progress) -> None:
         """Completions or receipts."""
 
+    @abstractmethod
     def _peer_announced(self, endpoint: Endpoint) -> None:
         """A peer is about to be connected."""
 
+    @abstractmethod
     def _peer_gone(self, peer: PeerId) -> None:
         """A peer's connection is down."""
 
+    @abstractmethod
     def _forget(self, transfer: TransferId) -> None:
         """The engine holds nothing of it any more."""
 
@@ -181,7 +183,7 @@ class Stage(ABC):
         """Whether nothing of this role keeps the stage from ending."""
         return True
 
-    # -- messages -----------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------------------------
 
     def _on_message(self, message: msgspec.Struct) -> None:
         match message:
@@ -217,7 +219,7 @@ class Stage(ABC):
             # nothing was connected, so nothing of that peer can be written here
             self._run(self.machine.peer_down(endpoint.peer, True, str(error)))
 
-    # -- reports ------------------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     def _on_report(self, report: loop.Report | _Answer) -> None:
         match report:
@@ -251,13 +253,13 @@ class Stage(ABC):
             self._run(self._on_suspended(item[1]))
         return bool(done)
 
-    # -- transport ----------------------------------------------------------------------------------------------------------
+    # -- transport ---------------------------------------------------------------------------------------------------
 
-    def _on_progress(self, progress: GuardProgress) -> None:
+    def _on_progress(self, progress: Progress) -> None:
         for event in progress.peers:
             self._on_peer(event)
         self._on_events(progress)
-        for fault in progress.faults:
+        for fault in progress.faults if isinstance(progress, GuardProgress) else ():
             self._counts["faults"] += 1
             _log.error("%s: %s", self.peer, fault)
             if isinstance(fault, QuarantineFull):
@@ -270,7 +272,7 @@ class Stage(ABC):
             self._peer_gone(event.peer)
             self._run(self.machine.peer_down(event.peer, event.quiet, str(event.error or "")))
 
-    # -- effects ------------------------------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------------------------
 
     def _run(self, effects: Iterable[fx.Effect]) -> None:
         """Carry out effects in order; what that brings about goes to the end of the line."""
@@ -300,7 +302,9 @@ class Stage(ABC):
                     _log.debug("%s: ignored %s: %s", self.peer, event, reason)
                 case fx.Violation(clause, transfer, peer, text):
                     self._counts[f"violations_{clause}"] += 1
-                    _log.error("%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer)
+                    _log.error(
+                        "%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer
+                    )
                 case _:
                     self._on_role_effect(effect)
 
@@ -335,12 +339,13 @@ class Stage(ABC):
         self._timings.pop(transfer, None)
         self._began.pop(transfer, None)
 
-    # -- generic control ----------------------------------------------------------------------------------------------------
+    # -- generic control ---------------------------------------------------------------------------------------------
 
     def _call(self, call: messages.Call) -> None:
         """C9.2: statistics and health; disturbs no transfer."""
         match call.method:
             case "statistics":
+
                 def answer(engine: Any) -> None:
                     self._reports.append(_Answer(messages.Reply(call.control_id, call.session_id, engine)))
                     self.channel.wake()
@@ -362,14 +367,14 @@ class Stage(ABC):
             "stage": {"transfers": len(self.machine), **self._counts, **dropped},
         }
 
-    # -- the end ------------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def _begin_stop(self) -> None:
         if self._stop_by is None:
             self._stop_by = self._clock() + self._shutdown_deadline
 
     def _die(self, cause: str) -> None:
-        """This stage must not go on: tell C, drain what can be drained, end with status 1."""
+        """The stage must not go on: tell C, drain what can be drained, end with status 1."""
         if self._fatal is None:
             self._fatal = cause
             self._run(self.machine.fatal(cause))

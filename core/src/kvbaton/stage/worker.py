@@ -1,7 +1,7 @@
 """What a stage's process (or thread) runs: open engine and connector, join them, run until told to stop.
 
-The main thread is the engine's; the pump has its own.  Whatever goes wrong on the way up is one ``Fatal`` with the reason, so
-that the application can say it in one line.
+The main thread is the engine's; the pump has its own.  Whatever goes wrong on the way up is one ``Fatal`` with the
+reason, so that the application can say it in one line.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ def stage_settings(settings: Settings, device: int | None, reach: Reach) -> Mapp
 
 
 def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
-    """Be one stage.  The status is 0 where it ended as ordered."""
+    """Be one stage.  The status is 0 where it ended as ordered.
+
+    The channel is severed when the lifeline is cut, so the stage looks at the channel alone (C6.6).
+    """
+    if lifeline.cut is not None:
+        return 1
     settings = Settings.model_validate(spec.settings["settings"])
     device: int | None = spec.settings["device"]
     kind: MemoryKind = "host" if device is None else "cuda"
     try:
         engine_plugin, engine_options = choose_engine(settings.engine)
-        connector_plugin, connector_options = choose_connector(
-            settings.transport, Need(kind, spec.settings["reach"])
-        )
+        connector_plugin, connector_options = choose_connector(settings.transport, Need(kind, spec.settings["reach"]))
         engine = engine_plugin.open(settings.model, engine_options, Role(spec.role), device)
     except KvbatonError as error:
         _refuse(spec, channel, error)

@@ -1,0 +1,45 @@
+"""What a caller is told of a request: outputs as they come, and one record at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvbaton.identity import RequestKey, TransferId
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One request after its end.  ``milestones``: seconds since ``add_request``, in order; a stage's own are placed
+    by its clock's distance from the message that started it.  ``bytes`` and ``segments`` crossed the transport in
+    ``chunks``."""
+
+    request_id: RequestKey
+    transfer: TransferId | None
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    exit_depths: tuple[int, ...]
+    finish_reason: str
+    error: Exception | None = None
+    chunks: int = 0
+    segments: int = 0
+    bytes: int = 0
+    prefill: str = ""
+    decode: str = ""
+    milestones: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What is new of one request: its next tokens, or its end.
+
+    ``finish_reason`` on the last one: ``stop``, ``length``, ``cancelled`` or ``failed`` (then ``error`` says why).
+    """
+
+    request_id: RequestKey
+    token_ids: tuple[int, ...] = ()
+    exit_depths: tuple[int, ...] = ()
+    finished: bool = False
+    finish_reason: str | None = None
+    error: Exception | None = None
+    record: RequestRecord | None = None

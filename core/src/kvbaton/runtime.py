@@ -1,0 +1,234 @@
+"""What an application calls: requests in, tokens out, over prefill and decode stages that it never sees.
+
+    with PDRuntime.start(settings) as runtime:
+        key = runtime.add_request(Request(prompt=tuple(runtime.tokenizer.encode("The capital of France is"))))
+        for output in runtime.stream(key):
+            print(runtime.tokenizer.decode(output.token_ids), end="")
+
+:func:`run_colocated` runs the same requests on the same engine without a hand-off, for comparison (A1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvbaton.connector import ConnectorPlugin
+from kvbaton.engine import Request, Tokenizer
+from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused
+from kvbaton.hooks import Hooks
+from kvbaton.identity import RequestKey
+from kvbaton.plugins import choose_engine
+from kvbaton.records import RequestOutput
+from kvbaton.service import Service
+from kvbaton.settings import Settings
+
+#: Where outputs of one request go.  Called on the coordinator's thread; must not block.
+Sink = Callable[[RequestOutput], None]
+
+
+class PDRuntime:
+    """Prefill and decode stages behind one face.  Made by :meth:`start`; a context manager that closes.
+
+    Threading: every method may be called from any thread.  ``step`` gives the outputs of requests that nobody streams.
+    """
+
+    def __init__(self, service: Service, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._service = service
+        self._make_tokenizer = tokenizer
+        self._tokenizer: Tokenizer | None = None
+        self._lock = threading.Lock()
+        #: Outputs that nobody streams and that no step has taken; ``_news`` tells of more.
+        self._pending: deque[RequestOutput] = deque()
+        self._news = threading.Condition(self._lock)
+        #: Live requests, with the stream that takes their outputs (None: ``step`` does).
+        self._live: dict[RequestKey, Sink | None] = {}
+        self._closed = False
+        service.deliver = self._deliver
+
+    @classmethod
+    def start(
+        cls,
+        settings: Settings,
+        *,
+        hooks: Sequence[object] = (),
+        progress: Callable[[str], None] | None = None,
+        connector: ConnectorPlugin | None = None,
+    ) -> PDRuntime:
+        """Launch the stages, connect them, and return when requests may be added.
+
+        ``progress`` is told in words what is going on.  ``connector`` takes the place of ``transport.name`` (stages
+        in one process only).  Raises a :class:`~kvbaton.errors.ConfigurationError` before anything is started, or
+        :class:`~kvbaton.errors.StartupError` after everything was stopped again.
+        """
+        engine, options = choose_engine(settings.engine)
+        engine.check(settings.model, options)
+        observers = Hooks(hooks)
+        observers.add_installed()
+        service = Service.start(settings, observers, progress or (lambda text: None), connector)
+        return cls(service, lambda: engine.tokenizer(settings.model, options))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's; loaded on first use."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            return self._tokenizer
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The names of the stages."""
+        return self._service.stages
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request: Request, request_id: str | None = None, *, deadline: float | None = None
+    ) -> RequestKey:
+        """Take a request; its outputs come from ``step``, or from ``stream`` if that is called for it.
+
+        ``deadline``: seconds from now after which it fails, wherever it is.
+
+        Raises :class:`~kvbaton.errors.DuplicateRequest` for an id that is live,
+        :class:`~kvbaton.errors.PromptTooLong` for what no stage can ever hold,
+        :class:`~kvbaton.errors.RequestRefused` beyond ``limits.waiting``,
+        :class:`~kvbaton.errors.RuntimeClosed`.
+        """
+        return self._add(request, request_id, deadline, None)
+
+    def step(self, timeout: float = 0.0) -> list[RequestOutput]:
+        """What is new of all requests that nobody streams; waits up to ``timeout`` seconds for the first."""
+        with self._news:
+            if not self._pending and timeout > 0:
+                self._news.wait_for(lambda: self._pending, timeout)
+            outputs = list(self._pending)
+            self._pending.clear()
+            return outputs
+
+    def stream(self, request_id: str) -> Iterator[RequestOutput]:
+        """The outputs of one request, from where ``step`` left off until its end, also if it has ended meanwhile.
+
+        Raises :class:`~kvbaton.errors.LocalProtocolError` for a request that is unknown, streamed already, or whose
+        end was taken by ``step``.
+        """
+        key = RequestKey(request_id)
+        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        with self._lock:
+            mine = [output for output in self._pending if output.request_id == key]
+            if key not in self._live and not mine:
+                raise LocalProtocolError(f"request {key!r} is unknown, or its end was taken already")
+            if self._live.get(key) is not None:
+                raise LocalProtocolError(f"request {key!r} is streamed already")
+            for output in mine:
+                self._pending.remove(output)
+                outputs.put(output)
+            if key in self._live:
+                self._live[key] = outputs.put
+        return _until_finished(outputs)
+
+    async def generate(
+        self, request: Request, request_id: str | None = None, *, deadline: float | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Add a request and iterate over its outputs; leaving the iterator early aborts it."""
+        events = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+
+        def sink(output: RequestOutput) -> None:
+            # the application's loop may have ended while a stage was still draining
+            if not events.is_closed():
+                events.call_soon_threadsafe(outputs.put_nowait, output)
+
+        key = self._add(request, request_id, deadline, sink)
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self.abort(key)
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request; it ends as ``cancelled`` unless it ends otherwise first.  Unknown or ended: no effect."""
+        self._service.abort(RequestKey(request_id))
+
+    # -- the whole ---------------------------------------------------------------------------------------------------
+
+    def drain(self, stage: str, timeout: float | None = None) -> bool:
+        """Place nothing more on ``stage`` and wait until it is empty; whether it is, within ``timeout`` seconds.
+
+        Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`.
+        """
+        return self._service.drain(stage, timeout)
+
+    def statistics(self) -> dict[str, Any]:
+        """Books of the coordinator and, by name, of every stage; a stage that did not answer in time has an
+        ``error``."""
+        return self._service.statistics()
+
+    def close(self) -> None:
+        """Cancel what runs, stop and join every stage, in the order that keeps memory safe (C6.2).  Idempotent.
+
+        Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered; everything is over
+        nevertheless.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._service.close()
+
+    def __enter__(self) -> PDRuntime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except KvbatonError as late:
+            if error is None:
+                raise
+            error.add_note(f"while closing: {late}")  # the first cause is the one to see (C6.3)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _add(self, request: Request, request_id: str | None, deadline: float | None, sink: Sink | None) -> RequestKey:
+        key = RequestKey(uuid.uuid4().hex if request_id is None else request_id)
+        if not request.prompt:
+            raise RequestRefused(f"request {key}: the prompt is empty; give at least one token", request=key)
+
+        def accepted() -> None:
+            with self._lock:
+                self._live[key] = sink
+
+        self._service.add(key, request, deadline, accepted)
+        return key
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """On the coordinator's thread."""
+        with self._news:
+            sink = self._live.get(output.request_id)
+            if output.finished:
+                self._live.pop(output.request_id, None)  # C1.1: free for reuse from here on
+            if sink is not None:
+                sink(output)
+            else:
+                self._pending.append(output)
+                self._news.notify_all()
+
+
+def _until_finished(outputs: queue.SimpleQueue[RequestOutput]) -> Iterator[RequestOutput]:
+    while True:
+        output = outputs.get()
+        yield output
+        if output.finished:
+            return

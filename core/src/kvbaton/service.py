@@ -1,0 +1,609 @@
+"""The coordinator's event loop: machine, channels and launcher joined on one thread.
+
+The machine (:mod:`kvbaton.handoff.coordinator`) decides; this carries out its effects, feeds it messages, deaths and
+the clock, and keeps per request what a caller wants to know.  Everything from outside comes in as a command, so the
+machine, the channels and the launcher are touched by one thread only.
+
+Start-up and shutdown are the same loop: *ready* once every prefill stage is connected to every decode stage, *over*
+once every stage was joined in the order of C6.2.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvbaton import messages
+from kvbaton.connector import ConnectorPlugin
+from kvbaton.control import ChannelLost, CoordinatorChannels, Received
+from kvbaton.engine import Request, Role
+from kvbaton.errors import (
+    KvbatonError,
+    LocalProtocolError,
+    RequestCancelled,
+    RuntimeClosed,
+    StartupError,
+    TransferFailed,
+)
+from kvbaton.handoff import effects as fx
+from kvbaton.handoff.coordinator import Coordinator, Deadlines, Limits, Pair, least_loaded
+from kvbaton.handoff.table import Milestones
+from kvbaton.hooks import Hooks, StageLoad
+from kvbaton.identity import PeerId, RequestKey, TransferId
+from kvbaton.launch import Launcher, StageHandle, StageSpec
+from kvbaton.plugins import choose_placement
+from kvbaton.records import RequestOutput, RequestRecord
+from kvbaton.settings import Settings
+from kvbaton.stage.worker import ENTRY, stage_settings
+
+_log = logging.getLogger(__name__)
+
+#: How long the loop sleeps at most when nothing is due.
+_NAP = 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """What is known of a live request."""
+
+    request: Request
+    added: float
+    deadline: float | None
+    transfer: TransferId | None = None
+    prefill: str = ""
+    decode: str = ""
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    milestones: dict[str, float] = field(default_factory=dict)
+    chunks: int = 0
+    segments: int = 0
+    nbytes: int = 0
+    overdue: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Census:
+    """A generic control call to several peers, waiting for replies (C9.2)."""
+
+    future: concurrent.futures.Future[dict[str, Any]]
+    waiting: dict[PeerId, str]
+    by: float
+    result: dict[str, Any]
+
+
+class Service:
+    """See the module's text.  ``deliver`` is set by the runtime and called on the service's thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        hooks: Hooks,
+        progress: Callable[[str], None],
+        connect: Callable[[], tuple[CoordinatorChannels, Launcher]],
+        specs: Sequence[StageSpec],
+    ) -> None:
+        self.deliver: Callable[[RequestOutput], None] = lambda output: None
+        self.stages = tuple(spec.name for spec in specs)
+        self._settings = settings
+        self._hooks = hooks
+        self._progress = progress
+        self._connect = connect
+        self._specs = specs
+        limits, deadline = settings.limits, settings.deadline
+        self._machine = Coordinator(
+            Limits(waiting=limits.waiting, passes=limits.passes, retries=limits.retries),
+            Deadlines(
+                reserve=deadline.reserve, prefill_start=deadline.prefill_start, prefill_idle=deadline.prefill_idle,
+                receipts=deadline.receipts, drain=deadline.drain, shutdown=deadline.shutdown,
+            ),
+            choose=self._choose_pair,
+        )  # fmt: skip
+        self._commands: deque[Callable[[], None]] = deque()
+        self._channels: CoordinatorChannels
+        self._handles: dict[PeerId, StageHandle] = {}
+        self._expected: set[PeerId] = set()  # told to exit, or killed by us
+        self._tracked: dict[RequestKey, _Tracked] = {}
+        self._due: list[tuple[float, int, RequestKey, _Tracked]] = []
+        self._order = itertools.count()
+        self._draining: list[tuple[PeerId, concurrent.futures.Future[bool]]] = []
+        self._censuses: list[_Census] = []
+        self._counts: Counter[str] = Counter()
+        self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._up: set[PeerId] = set()
+        self._start_by = time.monotonic() + deadline.startup
+        self._cause: KvbatonError | None = None  # why start-up failed
+        self._bad_ends: list[str] = []
+        self._closing = False
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # guards "commands are still taken"
+        self._accepting = True
+        self._thread = threading.Thread(target=self._run, name="kvbaton-coordinator", daemon=True)
+
+    @classmethod
+    def start(
+        cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None
+    ) -> Service:
+        """Launch, connect, return when ready.  Raises what :meth:`PDRuntime.start` does."""
+        placement = choose_placement(settings, connector)
+        transport = settings.transport
+        if transport.name == "auto":
+            transport = transport.model_copy(update={"name": placement.plugin.name})
+        settings = settings.model_copy(update={"transport": transport})
+        progress(
+            f"transport {placement.plugin.name}, stages as {'threads' if placement.launch == 'inproc' else 'processes'}"
+        )
+        specs = _specs(settings, placement.need.reach)
+
+        def connect() -> tuple[CoordinatorChannels, Launcher]:
+            if placement.launch == "inproc":
+                from kvbaton.control.inproc import InprocChannels
+                from kvbaton.launch.inproc import InprocLauncher
+
+                channels = InprocChannels()
+                return channels, InprocLauncher(channels)
+            from kvbaton.control.zmq import ZmqChannels
+            from kvbaton.launch.process import ProcessLauncher
+
+            sockets = ZmqChannels(settings.control.dir, max_message=settings.control.max_message)
+            return sockets, ProcessLauncher(sockets)
+
+        service = cls(settings, hooks, progress, connect, specs)
+        service._thread.start()
+        try:
+            service._ready.result()
+        except BaseException:
+            service._abandon()
+            raise
+        return service
+
+    # -- for the runtime, from any thread ----------------------------------------------------------------------------
+
+    def call(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on the service's thread and return what it returns, or raise what it raises."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def command() -> None:
+            try:
+                future.set_result(action())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(command)
+        return future.result()
+
+    def add(self, key: RequestKey, request: Request, deadline: float | None, accepted: Callable[[], None]) -> None:
+        """Take a request; ``accepted`` runs once it was taken and before anything is delivered for it."""
+        added = time.monotonic()
+
+        def action() -> None:
+            now = time.monotonic()
+            if self._closing:
+                raise RuntimeClosed("the runtime is closing; it takes no more requests")
+            effects = self._machine.submit(key, request, now)
+            tracked = _Tracked(request, added, None if deadline is None else added + deadline)
+            self._tracked[key] = tracked
+            if tracked.deadline is not None:
+                heapq.heappush(self._due, (tracked.deadline, next(self._order), key, tracked))
+            accepted()
+            self._hooks.tell("kvbaton_request_added", request=key, prompt_tokens=len(request.prompt), at=added)
+            self._carry_out(effects, now)
+
+        self.call(action)
+
+    def abort(self, key: RequestKey) -> None:
+        def command() -> None:
+            now = time.monotonic()
+            self._carry_out(self._machine.abort(key, now), now)
+
+        try:
+            self._post(command)
+        except RuntimeClosed:
+            return  # what was live has ended with it
+
+    def drain(self, stage: str, timeout: float | None) -> bool:
+        future: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def action() -> None:
+            now = time.monotonic()
+            peer = next((p for p in self._handles if p.name == stage), None)
+            if peer is None:
+                raise LocalProtocolError(f"there is no stage {stage!r}; there are {', '.join(self.stages)}")
+            self._carry_out(self._machine.drain(peer, now), now)
+            self._draining.append((peer, future))
+
+        self.call(action)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            return False
+
+    def statistics(self) -> dict[str, Any]:
+        """C9.2: one reply or error of each stage within ``deadline.control``."""
+        future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+
+        def action() -> None:
+            peers = [view.peer for view in self._machine.peers() if view.peer in self._up]
+            census = _Census(
+                future, {}, time.monotonic() + self._settings.deadline.control, {"coordinator": self._books()}
+            )
+            for peer in peers:
+                call = messages.Call(f"statistics-{next(self._order)}", "runtime", "statistics")
+                census.waiting[peer] = call.control_id
+                self._channels.send(peer, call)
+            self._censuses.append(census)
+
+        self.call(action)
+        return future.result()
+
+    def close(self) -> None:
+        """Cancel, stop and join everything.  Raises where a stage did not end as ordered."""
+        with contextlib.suppress(RuntimeClosed):  # it ended by itself
+            self._post(self._begin_closing)
+        self._over.wait()
+        self._thread.join()
+        if self._bad_ends:
+            raise KvbatonError("; ".join(self._bad_ends), stages=tuple(self._bad_ends))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._accepting:
+                raise RuntimeClosed("the runtime is closed; start another one")
+            self._commands.append(command)
+        self._channels.wake()
+
+    def _abandon(self) -> None:
+        """Start-up failed or was interrupted: everything is stopped again."""
+        try:
+            self.close()
+        except KvbatonError as error:
+            _log.info("while giving up: %s", error)  # the first cause is the one that is raised
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._channels, launcher = self._connect()
+        except BaseException as error:
+            self._accepting = False
+            self._over.set()
+            self._ready.set_exception(error)
+            return
+        try:
+            self._loop(launcher)
+        except BaseException as error:
+            _log.critical("the coordinator failed", exc_info=error)
+            self._bad_ends.append(f"the coordinator failed: {type(error).__name__}: {error}")
+        finally:
+            self._finish(launcher)
+
+    def _loop(self, launcher: Launcher) -> None:
+        self._launch(launcher)
+        while not self._is_over():
+            self._channels.wait(self._nap())
+            now = time.monotonic()
+            for event in self._channels.receive():
+                self._on_event(event, now)
+            for handle in launcher.exited():
+                self._on_exit(handle, now)
+            while self._commands:
+                self._commands.popleft()()
+            self._on_time(now)
+
+    def _launch(self, launcher: Launcher) -> None:
+        for spec in self._specs:
+            self._progress(f"starting {spec.name}")
+            try:
+                handle = launcher.start(spec)
+            except KvbatonError as error:
+                self._fail_startup(error)
+                return
+            self._handles[handle.peer] = handle
+
+    def _is_over(self) -> bool:
+        return self._closing and all(handle.exit_status() is not None for handle in self._handles.values())
+
+    def _finish(self, launcher: Launcher) -> None:
+        with self._lock:
+            self._accepting = False
+        while self._commands:
+            self._commands.popleft()()
+        for census in self._censuses:
+            census.future.set_result(census.result)
+        for _, future in self._draining:
+            future.set_result(False)
+        # whoever still waits for a request learns its end
+        for key in tuple(self._tracked):
+            self._end(key, None, fx.Ended(fx.Ending.FAILED, None, "the runtime ended"))
+        for end in (launcher.close, self._channels.close):
+            try:
+                end()
+            except KvbatonError as error:
+                self._bad_ends.append(str(error))
+        if not self._ready.done():
+            self._ready.set_exception(self._cause or StartupError("start-up ended early; see the log"))
+        self._over.set()
+
+    def _nap(self) -> float:
+        if self._commands:
+            return 0.0
+        times = [time.monotonic() + _NAP]
+        deadline = self._machine.next_deadline()
+        if deadline is not None:
+            times.append(deadline)
+        if self._due:
+            times.append(self._due[0][0])
+        times += [census.by for census in self._censuses]
+        return max(min(times) - time.monotonic(), 0.0)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Received | ChannelLost, now: float) -> None:
+        peer = event.peer
+        if isinstance(event, ChannelLost):
+            # one that was told to exit lets go of its channel first; its join is what counts
+            if peer not in self._expected:
+                self._carry_out(self._machine.peer_lost(peer, event.reason, now), now)
+            return
+        message = event.message
+        match message:
+            case messages.Reply():
+                self._on_reply(peer, message)
+                return
+            case messages.Hello():
+                self._up.add(peer)
+                self._progress(f"{peer.name} is up")
+            case messages.Fatal(cause):
+                _log.error("%s: %s", peer, cause)
+                if not self._ready.done():
+                    self._fail_startup(StartupError(f"{peer.name}: {cause}", stage=peer.name))
+            case messages.PeerDown(other, _, cause) if not self._ready.done():
+                self._fail_startup(
+                    StartupError(f"{peer.name} and {other.name} cannot be connected: {cause}", stage=peer.name)
+                )
+            case _:
+                pass
+        self._carry_out(self._machine.handle(peer, message, now), now)  # type: ignore[arg-type]
+        if isinstance(message, messages.Connected):
+            self._check_ready()
+
+    def _check_ready(self) -> None:
+        views = self._machine.peers()
+        prefills = [view.peer for view in views if view.role is Role.PREFILL]
+        decodes = [view.peer for view in views if view.role is Role.DECODE]
+        if len(prefills) + len(decodes) < len(self._specs) or self._ready.done():
+            return
+        if all(self._machine.connected(p, d) for p in prefills for d in decodes):
+            for peer in (*prefills, *decodes):
+                self._hooks.tell("kvbaton_peer_up", peer=peer)
+            self._progress("all stages are connected")
+            self._ready.set_result(None)
+
+    def _on_exit(self, handle: StageHandle, now: float) -> None:
+        peer, death = handle.peer, handle.death()
+        expected = peer in self._expected
+        self._up.discard(peer)
+        if not expected or handle.exit_status():
+            text = str(death) if death is not None else f"stage {peer.name} ended"
+            _log.error("%s", text)
+            if not self._ready.done():
+                self._fail_startup(StartupError(text, stage=peer.name))
+            elif self._closing:
+                self._bad_ends.append(text)
+            self._carry_out(self._machine.peer_lost(peer, text, now), now)
+        self._carry_out(self._machine.peer_joined(peer, now), now)
+        self._hooks.tell("kvbaton_peer_fenced", peer=peer)
+        for census in self._censuses:
+            if census.waiting.pop(peer, None):
+                census.result[peer.name] = {"error": "the stage ended"}
+
+    def _on_time(self, now: float) -> None:
+        deadline = self._machine.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._carry_out(self._machine.expire(now), now)
+        while self._due and self._due[0][0] <= now:
+            _, _, key, tracked = heapq.heappop(self._due)
+            if self._tracked.get(key) is tracked:  # C1.3
+                tracked.overdue = True
+                self._carry_out(self._machine.abort(key, now, "C6.7: the request's own deadline passed"), now)
+        for peer, future in [item for item in self._draining if self._machine.idle(item[0])]:
+            self._draining.remove((peer, future))
+            future.set_result(True)
+        for census in [c for c in self._censuses if not c.waiting or c.by <= now]:
+            self._censuses.remove(census)
+            for peer in census.waiting:
+                census.result[peer.name] = {
+                    "error": f"no reply within deadline.control of {self._settings.deadline.control:g} s"
+                }
+            census.future.set_result(census.result)
+        if not self._ready.done() and self._start_by <= now:
+            missing = [spec.name for spec in self._specs if not any(p.name == spec.name for p in self._up)]
+            what = f"{', '.join(missing)} did not report" if missing else "the stages did not all connect"
+            self._fail_startup(
+                StartupError(f"C6.7: {what} within deadline.startup of {self._settings.deadline.startup:g} s")
+            )
+
+    def _on_reply(self, peer: PeerId, reply: messages.Reply) -> None:
+        for census in self._censuses:
+            if census.waiting.get(peer) == reply.control_id:
+                del census.waiting[peer]
+                census.result[peer.name] = reply.result if reply.error is None else {"error": reply.error}
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def _fail_startup(self, error: KvbatonError) -> None:
+        if self._cause is None and not self._ready.done():
+            self._cause = error
+            self._begin_closing()
+
+    def _begin_closing(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        now = time.monotonic()
+        for key in tuple(self._tracked):
+            self._carry_out(self._machine.abort(key, now, "the runtime closed"), now)
+        self._carry_out(self._machine.fatal("the runtime closed", now), now)
+        # a stage that has not said Hello is unknown to the machine and holds nothing of anybody's
+        for peer, handle in self._handles.items():
+            if peer not in self._up and handle.exit_status() is None:
+                self._expected.add(peer)
+                handle.kill()
+
+    # -- effects -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Sequence[fx.CoordinatorEffect], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case fx.SendTo(peer, message):
+                    self._channels.send(peer, message)
+                case fx.Tell(key, transfer, event):
+                    self._tell(key, transfer, event, now)
+                case fx.Reached():
+                    self._reached(effect, now)
+                case fx.Kill(peer, cause):
+                    self._kill(peer, cause)
+                case fx.Join(peer):
+                    self._expected.add(peer)
+                case fx.Fault(transfer, cause):
+                    _log.error("%s", cause)
+                    error = TransferFailed(cause, transfer=transfer) if transfer else KvbatonError(cause)
+                    self._hooks.tell("kvbaton_fault", error=error, transfer=transfer, request=None, stage=None)
+                case fx.Ignored(transfer, event, reason):
+                    self._counts["ignored"] += 1
+                    self._hooks.tell(
+                        "kvbaton_message_dropped", family="transfer", reason=f"{event}: {reason}", peer=None
+                    )
+                case fx.Violation(clause, transfer, peer, text):
+                    self._counts[f"violations_{clause}"] += 1
+                    _log.error("%s violation by %s: %s", clause, peer, text)
+
+    def _kill(self, peer: PeerId, cause: str) -> None:
+        handle = self._handles.get(peer)
+        self._hooks.tell("kvbaton_peer_lost", peer=peer, cause=cause)
+        if handle is not None and handle.exit_status() is None:
+            handle.kill()
+
+    def _tell(
+        self, key: RequestKey, transfer: TransferId | None, event: fx.Placed | fx.Tokens | fx.Requeued | fx.Ended,
+        now: float
+    ) -> None:  # fmt: skip
+        tracked = self._tracked.get(key)
+        if tracked is None:
+            return
+        match event:
+            case fx.Placed(prefill, decode):
+                tracked.transfer, tracked.prefill, tracked.decode = transfer, prefill.name, decode.name
+            case fx.Tokens(_, token_ids, exit_depths):
+                tracked.milestones.setdefault("first_token", now - tracked.added)
+                tracked.tokens += token_ids
+                tracked.depths += exit_depths
+                self.deliver(RequestOutput(key, token_ids, exit_depths))
+            case fx.Requeued(cause):
+                _log.debug("request %s waits again: %s", key, cause)
+            case fx.Ended():
+                tracked.milestones.setdefault(Milestones.FINISHED, now - tracked.added)
+                self._end(key, transfer, event)
+
+    def _end(self, key: RequestKey, transfer: TransferId | None, event: fx.Ended) -> None:
+        tracked = self._tracked.pop(key)
+        reason = "failed"
+        error: KvbatonError | None = None
+        if event.ending is fx.Ending.FINISHED and event.reason is not None:
+            reason = event.reason.value
+        elif event.ending is fx.Ending.CANCELLED and not tracked.overdue:
+            reason = "cancelled"
+            error = RequestCancelled(f"request {key}: {event.cause}", request=key)
+        else:
+            error = TransferFailed(
+                f"request {key}{f', transfer {transfer}' if transfer else ''} failed: {event.cause}",
+                request=key, transfer=transfer, cause=event.cause,
+            )  # fmt: skip
+        record = RequestRecord(
+            key, tracked.transfer, len(tracked.request.prompt), tuple(tracked.tokens), tuple(tracked.depths), reason,
+            error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefill, tracked.decode,
+            dict(sorted(tracked.milestones.items(), key=lambda item: item[1])),
+        )  # fmt: skip
+        self._hooks.tell("kvbaton_request_finished", record=record)
+        self.deliver(RequestOutput(key, (), (), True, reason, error, record))
+
+    def _reached(self, reached: fx.Reached, now: float) -> None:
+        stage = reached.peer.name if reached.peer else "coordinator"
+        self._hooks.tell(
+            "kvbaton_milestone", transfer=reached.transfer, request=reached.key, stage=stage,
+            milestone=reached.milestone, at=now,
+        )  # fmt: skip
+        tracked = self._tracked.get(reached.key)
+        if tracked is None or tracked.transfer != reached.transfer:
+            return  # the request has ended for its caller, or is in a later generation
+        at = now - tracked.added
+        tracked.milestones[reached.milestone] = at
+        if reached.milestone == Milestones.COMMITTED:
+            tracked.chunks, tracked.segments, tracked.nbytes = reached.chunks, reached.segments, reached.nbytes
+        # a stage counts from its creating message, which left when the milestone before it was reached here
+        anchor = Milestones.PLACED if stage == tracked.decode else Milestones.RESERVED
+        start = tracked.milestones.get(anchor)
+        for name, seconds in reached.timings.items():
+            if start is not None:
+                tracked.milestones.setdefault(name, min(start + seconds, at))
+
+    def _choose_pair(self, key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair | None:
+        if self._hooks:
+            views = {view.peer: view for view in self._machine.peers()}
+            loads = {
+                peer: StageLoad(peer.name, v.transfers, v.blocks - v.blocks_out, v.slots - v.slots_out)
+                for peer, v in views.items()
+            }
+            prefill = [loads[p] for p in dict.fromkeys(pair.prefill for pair in pairs)]
+            decode = [loads[d] for d in dict.fromkeys(pair.decode for pair in pairs)]
+            choice = self._hooks.choose_pair(key, len(request.prompt), prefill, decode)
+            for pair in pairs:
+                if choice == (pair.prefill.name, pair.decode.name):
+                    return pair
+        return least_loaded(key, request, pairs)
+
+    def _books(self) -> dict[str, Any]:
+        dropped = self._channels.statistics().dropped
+        return {
+            "live": self._machine.live,
+            "waiting": self._machine.waiting,
+            "transfers": len(self._machine),
+            "counts": dict(self._counts),
+            "dropped": {f"{family}_{reason}": count for (family, reason), count in dropped.items()},
+            "credits": {
+                view.peer.name: {
+                    "blocks_out": view.blocks_out,
+                    "blocks": view.blocks,
+                    "slots_out": view.slots_out,
+                    "slots": view.slots,
+                    "repeated_returns": view.repeated_returns,
+                    "transfers": view.transfers,
+                    "status": view.status.value,
+                }
+                for view in self._machine.peers()
+            },
+        }  # fmt: skip
+
+
+def _specs(settings: Settings, reach: Any) -> list[StageSpec]:
+    """Prefill stages first, as ``stages.devices`` counts them."""
+    names = [(Role.PREFILL, i) for i in range(settings.stages.prefill)]
+    names += [(Role.DECODE, i) for i in range(settings.stages.decode)]
+    devices = settings.stages.devices or [None] * len(names)
+    return [
+        StageSpec(
+            name=f"{role.value}-{i}", role=role.value, index=i, entry=ENTRY,
+            settings=stage_settings(settings, device, reach),
+        )
+        for (role, i), device in zip(names, devices, strict=True)
+    ]  # fmt: skip
