@@ -274,6 +274,7 @@ class ScriptedEngine:
         self._free_slots = list(range(s.final_slots))
         self._sequences: dict[TransferId, _Sequence] = {}
         self._queue: deque[TransferId] = deque()
+        self._colocated: deque[tuple[TransferId, Request]] = deque()
 
     # -- StageEngine: set-up -----------------------------------------------------------------------------------------
 
@@ -295,6 +296,10 @@ class ScriptedEngine:
         s = self.layout
         return Capacity(blocks=s.blocks, compute_slots=s.compute_slots, transfer_slots=s.final_slots,
                         block_tokens=s.block_tokens, max_tokens=s.max_tokens, planes=self.model.planes)  # fmt: skip
+
+    def add(self, transfer: TransferId, request: Request) -> None:
+        """COLOCATED: answered by the next step, straight from the model's definition."""
+        self._colocated.append((transfer, request))
 
     # -- StageEngine: transfers --------------------------------------------------------------------------------------
 
@@ -384,11 +389,15 @@ class ScriptedEngine:
     # -- StageEngine: compute ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return any(self._runnable(t) for t in self._queue)
+        return bool(self._colocated) or any(self._runnable(t) for t in self._queue)
 
     def step(self) -> Sequence[StepOutput]:
         if self.role is Role.PREFILL:
             return self._prefill_step()
+        if self.role is Role.COLOCATED:
+            outputs = [StepOutput(t, *self.model.generate(request)) for t, request in self._colocated]
+            self._colocated.clear()
+            return outputs
         return self._decode_step()
 
     def statistics(self) -> Mapping[str, float]:

@@ -1,1 +1,71 @@
-"""kvbaton: the KV cache of a request, handed from the stage that prefilled it to the stage that decodes it."""
+"""kvbaton: the KV cache of a request, handed from the stage that prefilled it to the stage that decodes it.
+
+The names below are the public surface; each is loaded from its module on first use, so that importing the package costs
+little and loads no transport and no framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+__version__: Final = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvbaton.connector import (
+        Capabilities,
+        Chunk,
+        Completion,
+        ConnectorBase,
+        Endpoint,
+        MemoryRegion,
+        Progress,
+        Receipt,
+        TransferConnector,
+    )
+    from kvbaton.engine import Request, SamplingParams, StageCallbacks, StageEngine
+    from kvbaton.errors import KvbatonError
+    from kvbaton.geometry import Component, KVGeometry, Plane
+    from kvbaton.hooks import hookimpl
+    from kvbaton.identity import PeerId, RequestKey, TransferId
+    from kvbaton.records import RequestOutput, RequestRecord
+    from kvbaton.runtime import PDRuntime, run_colocated
+    from kvbaton.segments import Segments
+    from kvbaton.settings import Settings, load
+
+_MODULES: Final = {
+    "connector": (
+        "Capabilities", "Chunk", "Completion", "ConnectorBase", "Endpoint", "MemoryRegion", "Progress", "Receipt",
+        "TransferConnector",
+    ),
+    "engine": ("Request", "SamplingParams", "StageCallbacks", "StageEngine"),
+    "errors": ("KvbatonError",),
+    "geometry": ("Component", "KVGeometry", "Plane"),
+    "hooks": ("hookimpl",),
+    "identity": ("PeerId", "RequestKey", "TransferId"),
+    "records": ("RequestOutput", "RequestRecord"),
+    "runtime": ("PDRuntime", "run_colocated"),
+    "segments": ("Segments",),
+    "settings": ("Settings", "load"),
+}  # fmt: skip
+_HOME: Final = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Capabilities", "Chunk", "Completion", "Component", "ConnectorBase", "Endpoint", "KVGeometry", "KvbatonError",
+    "MemoryRegion", "PDRuntime", "PeerId", "Plane", "Progress", "Receipt", "Request", "RequestKey", "RequestOutput",
+    "RequestRecord", "SamplingParams", "Segments", "Settings", "StageCallbacks", "StageEngine", "TransferConnector",
+    "TransferId", "__version__", "hookimpl", "load", "run_colocated",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kvbaton' has no attribute {name!r}")
+    value = getattr(import_module(f"kvbaton.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -194,6 +194,13 @@ class StageEngine(Protocol):
         """Drop the model and the storage.  Idempotent."""
 
 
+class ColocatedEngine(StageEngine, Protocol):
+    """An engine opened with :attr:`Role.COLOCATED`: the same scheduler and the same chunking, without a hand-off."""
+
+    def add(self, transfer: TransferId, request: Request) -> None:
+        """Queue a request; ``step`` reports its tokens, and its memory is free again after the last."""
+
+
 class EnginePlugin(Protocol):
     """The object behind an entry point of the group ``kvbaton.engines``.  Importing it loads no framework."""
 

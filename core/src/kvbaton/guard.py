@@ -189,6 +189,10 @@ class GuardedConnector:
         """Whether more is in quarantine than the limits allow: the stage must not go on (T8)."""
         return self._quarantined_bytes > self._limits.quarantine_bytes
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def outstanding(self) -> int:
         """Chunks accepted and neither reported terminal nor DONE."""
         return len(self._posted) + sum(flight.quarantined for flight in tuple(self._lingering.values()))

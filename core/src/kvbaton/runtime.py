@@ -16,18 +16,21 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from kvbaton.connector import ConnectorPlugin
-from kvbaton.engine import Request, Tokenizer
+from kvbaton.engine import ColocatedEngine, Request, Role, StepOutput, Tokenizer
 from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused
 from kvbaton.hooks import Hooks
-from kvbaton.identity import RequestKey
+from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.plugins import choose_engine
-from kvbaton.records import RequestOutput
+from kvbaton.records import RequestOutput, RequestRecord
 from kvbaton.service import Service
 from kvbaton.settings import Settings
+
+__all__ = ["PDRuntime", "RequestOutput", "RequestRecord", "run_colocated"]
 
 #: Where outputs of one request go.  Called on the coordinator's thread; must not block.
 Sink = Callable[[RequestOutput], None]
@@ -232,3 +235,50 @@ def _until_finished(outputs: queue.SimpleQueue[RequestOutput]) -> Iterator[Reque
         yield output
         if output.finished:
             return
+
+
+def run_colocated(settings: Settings, requests: Sequence[Request]) -> list[RequestRecord]:
+    """The same requests on the same engine with the same settings, without a hand-off: what A1 compares with.
+
+    Runs in the calling thread.  One record per request, in order; nothing crossed a transport, so those figures are 0.
+    """
+    plugin, options = choose_engine(settings.engine)
+    plugin.check(settings.model, options)
+    device = settings.stages.devices[0] if settings.stages.devices else None
+    engine = cast("ColocatedEngine", plugin.open(settings.model, options, Role.COLOCATED, device))
+    answers = {new_transfer_id(): _Answer(request) for request in requests}
+    try:
+        engine.regions(None)
+        for transfer, answer in answers.items():
+            engine.add(transfer, answer.request)
+        while any(answer.reason is None for answer in answers.values()):
+            if not engine.has_work():
+                raise LocalProtocolError("the engine has no work left although requests are unfinished: a defect of it")
+            for output in engine.step():
+                answers[output.transfer].take(output)
+    finally:
+        engine.close()
+    return [
+        RequestRecord(
+            RequestKey(str(index)), transfer, len(answer.request.prompt), tuple(answer.tokens), tuple(answer.depths),
+            answer.reason or "failed", answer.error,
+        )
+        for index, (transfer, answer) in enumerate(answers.items())
+    ]  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    reason: str | None = None
+    error: Exception | None = None
+
+    def take(self, output: StepOutput) -> None:
+        self.tokens += output.token_ids
+        self.depths += output.exit_depths
+        if output.error is not None:
+            self.reason, self.error = "failed", output.error
+        elif output.finish_reason is not None:
+            self.reason = output.finish_reason.value
