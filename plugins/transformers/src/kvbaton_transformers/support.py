@@ -1,8 +1,9 @@
 """Which models can be served: decoders with full attention.  Everything else is refused, with the reason.
 
-Two questions.  :func:`check` asks a configuration, without weights and before any worker starts.  :func:`probe` asks a built model
-by running two tokens through it and watching what it does with its cache; the answer is also the shape of the cache to
-allocate.  ``check`` ends with the same probe on a skeleton without weights wherever the model's code allows that.
+Two questions.  :func:`check` asks a configuration, without weights and before any worker starts.  :func:`probe` asks
+a built model by running two tokens through it and watching what it does with its cache; the answer is also the shape
+of the cache to allocate.  ``check`` ends with the same probe on a skeleton without weights wherever the model's code
+allows that.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def check(config: PretrainedConfig, source: str = "") -> None:
         raise _unsupported(config, source, [f"it needs {what}" for what in missing], missing)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
         reason = f"transformers cannot build it ({type(error).__name__}: {error})"
         raise _unsupported(config, source, [reason], [reason]) from error
@@ -150,7 +151,9 @@ def _observe(model: PreTrainedModel) -> tuple[_Watching, bool, int]:
     positions = torch.arange(2, device=device)[None]
     first = torch.tensor([[1, 2]], device=device)
     with watch:
-        hidden = model.base_model(input_ids=first, position_ids=positions, cache=cache, use_cache=True).last_hidden_state
+        hidden = model.base_model(
+            input_ids=first, position_ids=positions, cache=cache, use_cache=True
+        ).last_hidden_state
     ahead = watch.unmasked
     if not ahead and hidden.device.type != "meta":
         other = torch.tensor([[1, 3]], device=device)
@@ -165,9 +168,9 @@ def _observe(model: PreTrainedModel) -> tuple[_Watching, bool, int]:
 def probe(model: PreTrainedModel, source: str = "") -> KVShape:
     """The shape of the cache that ``model`` needs, found by running two tokens through it.
 
-    Raises :class:`~kvbaton.errors.UnsupportedModel` where it does not take its positions and its cache from outside, looks at later
-    tokens, or does not write exactly one K and one V per layer and token, equally shaped in all layers.  No state of
-    the model is changed.
+    Raises :class:`~kvbaton.errors.UnsupportedModel` where it does not take its positions and its cache from outside,
+    looks at later tokens, or does not write exactly one K and one V per layer and token, equally shaped in all
+    layers.  No state of the model is changed.
     """
     _judge_forward(model, source)
     try:
@@ -197,21 +200,17 @@ def _judge(model: PreTrainedModel, source: str, seen: tuple[_Watching, bool, int
     needs = [*cache.asked, *([_BOTH_WAYS] if ahead else [])]
     reasons = [f"it needs {what}" for what in dict.fromkeys(needs)]
     wrote = [layer for layer, _, _ in cache.written]
+    shapes = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for _, k, v in cache.written}
     if wrote != list(range(layers)):
-        reasons.append(f"its {layers} layers wrote KV {len(wrote)} times, to layers {sorted(set(wrote))}, not once each")
-    else:
-        shapes = {(tuple(k.shape), tuple(v.shape), k.dtype, v.dtype) for _, k, v in cache.written}
-        key, value = cache.written[0][1:]
-        if len(shapes) > 1:
-            reasons.append(f"its layers differ in the shape of their KV ({sorted(map(str, shapes))})")
-        elif key.dim() != 4 or key.shape[:3] != value.shape[:3] or (key.shape[0], key.shape[2]) != (1, 2):
-            reasons.append(f"its K and V are not [row, head, token, dim] but {list(key.shape)} and {list(value.shape)}")
-    if reasons:
-        raise _unsupported(model.config, source, reasons, needs or reasons)
-    return KVShape(
-        layers=layers, kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3], hidden=hidden,
-        dtype=key.dtype,
-    )  # fmt: skip
+        reasons.append(f"its {layers} layers wrote KV {len(wrote)} times, to layers {sorted(set(wrote))}")
+    elif len(shapes) > 1:
+        reasons.append(f"its layers differ in the shape of their KV ({sorted(map(str, shapes))})")
+    if not reasons:
+        [(key, value, dtype, value_dtype)] = shapes
+        if len(key) == 4 and key[:3] == value[:3] == (1, key[1], 2) and dtype == value_dtype:
+            return KVShape(layers, key[1], key[3], value[3], hidden, dtype)
+        reasons.append(f"its K and V are not [row, head, token, dim] but {list(key)} and {list(value)}")
+    raise _unsupported(model.config, source, reasons, needs or reasons)
 
 
 def _unsupported(

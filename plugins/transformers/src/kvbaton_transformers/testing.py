@@ -1,7 +1,8 @@
 """Tiny random models for tests: deterministic by seed, on the CPU, in milliseconds.
 
-Weights are drawn so that the models notice damage: one zeroed V row in the cache changes the logits that follow.  They have no
-end token.  The same models are there by name, ``tiny-llama`` and ``tiny-qwen``, wherever a model's source is asked for.
+Weights are drawn so that the models notice damage: one zeroed V row in the cache changes the logits that follow.
+They have no end token.  The same models are there by name, ``tiny-llama`` and ``tiny-qwen``, wherever a model's
+source is asked for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""What is refused, with which reason, without weights; and the shapes that are found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from kvbaton.errors import UnsupportedModel
+from kvbaton_transformers import support
+from kvbaton_transformers.paged import KVShape
+from kvbaton_transformers.random_weights import random_model, tiny_llama_config, tiny_qwen_config
+from kvbaton_transformers.testing import tiny_llama, tiny_qwen
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+def config(name: str, **changes: object) -> PretrainedConfig:
+    built: PretrainedConfig = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
+    return built
+
+
+@pytest.mark.parametrize(
+    "supported",
+    [
+        tiny_llama_config(),
+        tiny_qwen_config(),
+        config("Qwen3", num_key_value_heads=2, head_dim=8),
+        config("Mistral", num_key_value_heads=2, sliding_window=None),
+        config("Olmo2"),
+        config("GPTNeoX"),
+        config("Phi3", num_key_value_heads=2),
+        config("Mixtral", num_key_value_heads=2, num_local_experts=4),
+    ],
+    ids=lambda c: c.model_type,
+)
+def test_decoders_with_full_attention_are_supported(supported: PretrainedConfig) -> None:
+    support.check(supported)
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "reason"),
+    [
+        (config("Mistral", num_key_value_heads=2, sliding_window=8), "sliding-window"),
+        (config("Gemma2", num_key_value_heads=2, head_dim=8), "sliding-window.*in 1 of 2 layers"),
+        (
+            config("Qwen2", num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "sliding",
+        ),
+        (config("Llama4Text", num_key_value_heads=2, attention_chunk_size=8), "chunked attention"),
+        (config("GPTNeo", attention_types=[[["global", "local"], 1]], num_layers=2), "sliding-window"),
+        (config("Mamba"), "recurrent state"),
+        (config("Qwen3Next", num_key_value_heads=2), "recurrent state"),
+        (config("Gemma3nText"), "KV shared across layers"),
+        (config("Bart"), "an encoder with cross attention"),
+        (config("Bert"), "attention in both directions"),
+        (config("Bloom"), "does not take .*position_ids"),
+        (config("ViT"), "an output head for text"),
+        (config("Llama", num_key_value_heads=2, quantization_config={"quant_method": "fp8"}), "quantised weights"),
+        (config("Llama", hidden_act="zorp"), "transformers cannot build it"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else value.split()[0],
+)
+def test_everything_else_is_refused_with_the_reason(unsupported: PretrainedConfig, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        support.check(unsupported, "my/model")
+    assert f"my/model ({unsupported.model_type}) cannot be served" in str(caught.value)
+    assert caught.value.missing
+
+
+def test_a_configuration_is_checked_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred gigabytes of weights are not allocated to find out."""
+    large = config("Llama", hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_hidden_layers=4)
+    devices = []
+    build = AutoModelForCausalLM.from_config
+
+    def watched(*args: object, **kwargs: object) -> PreTrainedModel:
+        model: PreTrainedModel = build(*args, **kwargs)
+        devices.append({parameter.device.type for parameter in model.parameters()})
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", watched)
+    support.check(large)
+    assert devices == [{"meta"}]
+
+
+def test_probe_finds_the_shape_of_the_cache() -> None:
+    assert support.probe(tiny_llama()) == KVShape(2, 2, 8, 8, 32, torch.float32)
+    assert support.probe(tiny_qwen(dtype=torch.bfloat16)) == KVShape(3, 1, 8, 8, 24, torch.bfloat16)
+
+
+def test_probe_finds_keys_and_values_of_different_size() -> None:
+    latent = config(
+        "DeepseekV3", num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=8, first_k_dense_replace=2,
+    )  # fmt: skip
+    # the latent and the rotary part, as one head, is what its layers cache
+    assert support.probe(random_model(latent, 0)) == KVShape(2, 1, 16, 4, 32, torch.float32)
+
+
+class _Mistaken:
+    """A tiny Llama of which one thing is not as it should be."""
+
+    @staticmethod
+    def writes_twice(model: PreTrainedModel) -> None:
+        model.model.layers[1].self_attn.layer_idx = 0
+
+    @staticmethod
+    def looks_ahead(model: PreTrainedModel) -> None:
+        def forward(*args: object, attention_mask: object = None, **kwargs: object) -> object:
+            return inner(*args, attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool), **kwargs)
+
+        for layer in model.model.layers:
+            inner = layer.self_attn.forward
+            layer.self_attn.forward = forward
+
+    @staticmethod
+    def layers_differ(model: PreTrainedModel) -> None:
+        attention = model.model.layers[1].self_attn
+        attention.v_proj = torch.nn.Linear(32, 32, bias=False)
+        attention.o_proj = torch.nn.Linear(64, 32, bias=False)
+
+    @staticmethod
+    def fails(model: PreTrainedModel) -> None:
+        model.model.embed_tokens = torch.nn.Embedding(1, 32)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [
+        ("writes_twice", "wrote KV 2 times, to layers \\[0\\]"),
+        ("looks_ahead", "attention in both directions"),
+        ("layers_differ", "its layers differ in the shape|cannot run two tokens"),
+        ("fails", "cannot run two tokens"),
+    ],
+)
+def test_probe_refuses_what_it_sees(mistake: str, reason: str) -> None:
+    model = tiny_llama()
+    getattr(_Mistaken, mistake)(model)
+    with pytest.raises(UnsupportedModel, match=reason):
+        support.probe(model)
