@@ -1,0 +1,110 @@
+"""The plugin object behind the entry point, and the engine's own settings.  Importing it loads no framework."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvbaton.engine import ENGINE_API_VERSION
+from kvbaton.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from kvbaton.engine import Role, StageEngine, Tokenizer
+    from kvbaton_transformers.engine import TransformersEngine
+    from kvbaton_transformers.looped import LoopOptions
+
+
+class Loops(BaseModel):
+    """Run the model's decoder stack several times over, with a gate that ends a token's loops early."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_depth: int = Field(ge=1, description="passes over the decoder stack, at most")
+    layout: Literal["last_exited", "shared"] = Field(
+        "last_exited", description="one storage plane per depth, or one for all"
+    )
+    threshold: float = Field(0.5, ge=0.0, le=1.0, description="a token exits once the gate exceeds it; 1: never early")
+    gate_seed: int = Field(0, ge=0, description="seeds the gate's random weights")
+
+    def build(self) -> LoopOptions:
+        from kvbaton_transformers.looped import Layout, LoopOptions
+
+        return LoopOptions(self.max_depth, Layout(self.layout), self.threshold, self.gate_seed)
+
+
+class Options(BaseModel):
+    """Settings of the transformers engine.  Both stages need equal ones where KV depends on them; sizes may differ."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of weights and cache")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the stage's GPU if it has one, else CPU")
+    block_tokens: int = Field(16, ge=1, description="tokens per KV block")
+    blocks: int = Field(512, ge=1, description="KV blocks in each storage plane")
+    prefill_chunk: int = Field(256, ge=1, description="prompt tokens computed at once for one request")
+    max_batch_tokens: int = Field(2048, ge=1, description="tokens in one forward; one chunk may always go")
+    max_running: int = Field(16, ge=1, description="requests computed at once")
+    transfer_slots: int = Field(32, ge=1, description="transfers alive at once: slots for final payloads")
+    prefix_caching: bool = Field(True, description="share the KV of equal prompt beginnings")
+    batching: Literal["grouped", "isolated"] = Field(
+        "grouped", description="isolated: each request's bits are independent of what else runs, at the cost of speed"
+    )
+    loops: Loops | None = Field(None, description="run the decoder as a looped model")
+
+
+class TransformersPlugin:
+    """Hugging Face decoders with full attention, over a paged KV cache."""
+
+    name = "transformers"
+    api_version = ENGINE_API_VERSION
+    Options = Options
+
+    def check(self, model: str, options: Options) -> None:
+        """Raise unless ``model`` can be served; converts a GGUF file on the way, so that workers start fast.
+
+        Raises :class:`~kvbaton.errors.ModelError`, or :class:`~kvbaton.errors.ConfigurationError` for a missing GPU.
+        """
+        from kvbaton_transformers import checkpoints
+
+        self._device(options, None if options.device == "auto" else 0)
+        checkpoints.prepare(model)
+
+    def tokenizer(self, model: str, options: Options) -> Tokenizer:
+        from kvbaton_transformers import checkpoints
+
+        return checkpoints.load_tokenizer(model)
+
+    def open(self, model: str, options: Options, role: Role, device: int | None) -> StageEngine:
+        """Load the model for ``role``; ``device`` numbers the stage's GPU, None: it has none."""
+        return self.open_engine(model, options, role, device)
+
+    def open_engine(self, model: str, options: Options, role: Role, device: int | None) -> TransformersEngine:
+        """The same with its own type: a COLOCATED engine's ``add`` is no part of the protocol."""
+        from kvbaton_transformers import checkpoints
+        from kvbaton_transformers.engine import TransformersEngine
+
+        checkpoint = checkpoints.load(
+            model,
+            dtype=options.dtype,
+            device=self._device(options, device),
+            loops=options.loops.build() if options.loops else None,
+        )
+        return TransformersEngine(checkpoint, options, role, lambda: checkpoints.load_tokenizer(model))
+
+    @staticmethod
+    def _device(options: Options, device: int | None) -> str:
+        if options.device == "cpu" or (options.device == "auto" and device is None):
+            return "cpu"
+        import torch
+
+        number, present = device or 0, torch.cuda.device_count()
+        if number >= present:
+            raise ConfigurationError(
+                f"the engine is to run on GPU {number}, and this machine has {present}. Set the option device to"
+                ' "cpu", or give the stage a GPU that exists.', device=number, present=present,
+            )  # fmt: skip
+        return f"cuda:{number}"
+
+
+plugin = TransformersPlugin()
