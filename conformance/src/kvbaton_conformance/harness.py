@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvbaton.connector import (
     Chunk,
     Completion,
@@ -40,6 +42,12 @@ PATIENCE = 10.0
 
 #: Bytes of each region of an end, by id, unless a test asks for others.
 REGIONS: Mapping[int, int] = {0: 1 << 16, 1: 1 << 14}
+
+
+def segments(*rows: tuple[int, int, int]) -> Segments:
+    """Segments from rows ``(region, offset, length)``."""
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    return Segments(columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy())
 
 
 class ConditionNotReached(AssertionError):
@@ -265,7 +273,8 @@ def open_pair(
 
 
 def close_ends(ends: Sequence[End]) -> None:
-    """Close every end, draining first, within :data:`PATIENCE`."""
+    """Close every end that is open, draining first, within :data:`PATIENCE`."""
+    ends = [end for end in ends if not end.guard.closed]
     for end in ends:
         for peer in end.guard.peer_states():
             end.guard.fenced(peer)
@@ -280,3 +289,4 @@ def close_ends(ends: Sequence[End]) -> None:
                 if time.monotonic() > deadline:
                     raise
                 end.pump()
+                end.guard.wait(0.001)

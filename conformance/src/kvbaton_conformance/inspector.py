@@ -143,7 +143,10 @@ def _where(region: int, start: int, end: int, written: Sequence[tuple[int, int, 
         gap = offset - end if end <= offset else start - (offset + length)
         side = "before" if end <= offset else "after"
         if near is None or gap < near[0]:
-            near = gap, f"outside of all segments, {gap} bytes {side} segment {number} (bytes {offset}..{offset + length})"
+            near = (
+                gap,
+                f"outside of all segments, {gap} bytes {side} segment {number} (bytes {offset}..{offset + length})",
+            )
     return near[1] if near else "where nothing was to be written"
 
 

@@ -160,7 +160,7 @@ class GuardedConnector:
         self._quarantine_reported = False
         self._poll_is_failing = False
         self._dropped: Counter[str] = Counter()
-        self._count: Counter[str] = Counter()
+        self._count: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
 
     # -- what anyone may read ---------------------------------------------------------------------------------------------
 
@@ -435,7 +435,9 @@ class GuardedConnector:
         if known is None or known.state in (PeerState.CLOSING, PeerState.DOWN):
             raise PeerLost(f"T7: {peer} is not connected; nothing was granted to it", peer=peer)
         if transfer in self._grants:
-            raise LocalProtocolError(f"C2.2: transfer {transfer} has a grant already, and it is frozen", transfer=transfer)
+            raise LocalProtocolError(
+                f"C2.2: transfer {transfer} has a grant already, and it is frozen", transfer=transfer
+            )
         try:
             self._connector.grant(transfer, peer, target)
         except KvbatonError:
@@ -613,7 +615,9 @@ class GuardedConnector:
         source, target = chunk.source, chunk.target
         # C3.6
         if len(source) != len(target):
-            raise SegmentError(f"C3.6: {what} has {len(source)} source and {len(target)} target segments. No byte moved.")
+            raise SegmentError(
+                f"C3.6: {what} has {len(source)} source and {len(target)} target segments. No byte moved."
+            )
         if len(source) > capabilities.max_segments:
             raise CapabilityError(
                 f"T13: {what} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
@@ -773,9 +777,7 @@ class GuardedConnector:
             self._prove(flight, Outcome.FAILED, False, False, completion.error)
         else:
             flight.completed = True
-            self._prove(
-                flight, completion.outcome, completion.source_quiet, completion.target_quiet, completion.error
-            )
+            self._prove(flight, completion.outcome, completion.source_quiet, completion.target_quiet, completion.error)
 
     def _on_receipt(self, receipt: Receipt) -> None:
         # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.

@@ -63,9 +63,7 @@ def _copy(source: Bytes, reads: Offsets, target: Bytes, writes: Offsets, lengths
             return
     order = np.argsort(writes)
     reads, writes, lengths = reads[order], writes[order], lengths[order]
-    places = zip(
-        reads.tolist(), (reads + lengths).tolist(), writes.tolist(), (writes + lengths).tolist(), strict=True
-    )
+    places = zip(reads.tolist(), (reads + lengths).tolist(), writes.tolist(), (writes + lengths).tolist(), strict=True)
     if lengths.mean() >= _LONG:
         for first, end, start, stop in places:
             target[start:stop] = source[first:end]
@@ -84,9 +82,7 @@ def _as_rows(region: Bytes, offsets: Offsets, length: int) -> tuple[npt.NDArray[
     return rows, index if not rest.any() else None
 
 
-def _gather_and_scatter(
-    rows: npt.NDArray[np.void], read: Offsets, into: npt.NDArray[np.void], write: Offsets
-) -> None:
+def _gather_and_scatter(rows: npt.NDArray[np.void], read: Offsets, into: npt.NDArray[np.void], write: Offsets) -> None:
     batch = max(1, _BUFFER // rows.dtype.itemsize)
     buffer = np.empty(min(batch, len(read)), rows.dtype)
     for start in range(0, len(read), batch):

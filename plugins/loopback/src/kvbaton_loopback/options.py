@@ -18,7 +18,9 @@ class LoopbackOptions(BaseModel):
     queue_limit: Annotated[int, Field(ge=1)] = Field(
         256, description="chunks per peer that may wait; more are refused until there is room (T6)"
     )
-    latency: Annotated[float, Field(ge=0)] = Field(0.0, description="seconds from submission to arrival, added to each chunk")
+    latency: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="seconds from submission to arrival, added to each chunk"
+    )
     bandwidth: Annotated[float, Field(ge=0)] = Field(0.0, description="bytes per second; 0 is as fast as memory")
     reorder: Annotated[int, Field(ge=0)] = Field(0, description="a chunk may fall behind up to this many later ones")
     duplicate_receipts: Annotated[float, Field(ge=0, le=1)] = Field(
