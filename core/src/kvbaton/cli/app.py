@@ -1,0 +1,304 @@
+"""The commands and their flags.  Each flag is a setting by another name: :func:`kvbaton.settings.load` decides."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.table import Table
+
+from kvbaton.cli.console import answers
+from kvbaton.cli.faults import explained
+from kvbaton.errors import SettingsError
+from kvbaton.settings import Provenance, Settings, describe, load
+
+app = typer.Typer(
+    name="kvbaton",
+    help="Carries a request's KV cache from the stage that prefilled it to the stage that decodes it.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+# -- flags that several commands share ---------------------------------------------------------------------------------
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings file, TOML (or JSON where it ends in .json).")
+]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="Checkpoint folder or file, or a name such as smollm2.")
+]
+Transport = Annotated[
+    str | None, typer.Option("--transport", metavar="NAME", help="Transport, module:object, or auto (the default).")
+]
+TransportOption = Annotated[
+    list[str] | None,
+    typer.Option("--transport-option", metavar="KEY=VALUE", help="Option of the transport. Repeatable."),
+]
+EngineOption = Annotated[
+    list[str] | None, typer.Option("--engine-option", metavar="KEY=VALUE", help="Option of the engine. Repeatable.")
+]
+# numbers are text here: the settings model checks them, and names the flag
+Prefill = Annotated[str | None, typer.Option("--prefill", metavar="N", help="Number of prefill stages.")]
+Decode = Annotated[str | None, typer.Option("--decode", metavar="N", help="Number of decode stages.")]
+Launch = Annotated[
+    str | None, typer.Option("--launch", metavar="HOW", help="Where stages run: auto, inproc or process.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, such as deadline.chunk=5. Repeatable."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and log what is going on.")]
+
+
+def _settings(
+    config: Path | None,
+    single: dict[str, str | None],
+    transport_option: Sequence[str] | None,
+    engine_option: Sequence[str] | None,
+    assigned: Sequence[str] | None,
+    defaults: dict[str, object] | None = None,
+) -> tuple[Settings, Provenance]:
+    """``single``: flag name to its value; the flag's key is in ``_KEYS``."""
+    overrides: dict[str, object] = {}
+    flags: dict[str, str] = {}
+
+    def give(key: str, value: object, flag: str) -> None:
+        overrides.pop(key, None)  # the last one counts, also in order
+        overrides[key], flags[key] = value, flag
+
+    for flag, prefix, pairs in (
+        ("--set", "", assigned),
+        ("--engine-option", "engine.options.", engine_option),
+        ("--transport-option", "transport.options.", transport_option),
+    ):
+        for pair in pairs or ():
+            key, equals, text = pair.partition("=")
+            if not equals or not key.strip():
+                raise SettingsError(f'{flag} "{pair}": write KEY=VALUE', key="", origin=None)
+            give(prefix + key.strip(), _value(text), flag)
+    for flag, value in single.items():
+        if value is not None:
+            give(_KEYS[flag], value, flag)
+    return load(config, overrides, os.environ, flags=flags, defaults=defaults)
+
+
+_KEYS = {
+    "--model": "model",
+    "--transport": "transport.name",
+    "--prefill": "stages.prefill",
+    "--decode": "stages.decode",
+    "--launch": "stages.launch",
+}
+
+
+def _value(text: str) -> object:
+    """A table or list may be written as JSON; everything else is text that the settings model understands."""
+    if text[:1] in ("{", "["):
+        try:
+            value: object = json.loads(text)
+        except ValueError:
+            return text
+        return value
+    return text
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Whatever stderr is at the moment: a live display replaces it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def _begin(debug: bool) -> None:
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=[handler], force=True)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"kvbaton {version('kvbaton')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Carries a request's KV cache from the stage that prefilled it to the stage that decodes it."""
+
+
+@app.command("run")
+def run_command(
+    config: ConfigFile = None,
+    model: Model = None,
+    transport: Transport = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeatable.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="Prompts, one per line; a .jsonl file has objects with a prompt."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        str | None, typer.Option("--max-tokens", metavar="N", help="Most tokens per request (16).", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        str | None, typer.Option("--temperature", metavar="T", help="0 (the default) is greedy.")
+    ] = None,
+    top_k: Annotated[
+        str | None, typer.Option("--top-k", metavar="K", help="Sample from the K likeliest; 0: all.")
+    ] = None,
+    top_p: Annotated[
+        str | None, typer.Option("--top-p", metavar="P", help="Sample from the likeliest that make up P.")
+    ] = None,
+    seed: Annotated[str | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")] = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    launch: Launch = None,
+    transport_option: TransportOption = None,
+    engine_option: EngineOption = None,
+    assign: Set = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run undisaggregated as well and say whether the tokens are equal.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text and tables.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run prompts through prefill and decode stages; show text as it comes, then what each request took."""
+    _begin(debug)
+    with explained(debug=debug):
+        single = {
+            "--model": model,
+            "--transport": transport,
+            "--prefill": prefill,
+            "--decode": decode,
+            "--launch": launch,
+        }
+        settings, _ = _settings(config, single, transport_option, engine_option, assign)
+        from kvbaton.cli.prompts import gather, number
+        from kvbaton.cli.run import run
+
+        written = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        sampling = {name: number(name, text) for name, text in written.items() if text is not None}
+        found = gather(prompt or (), prompts, sampling)
+        status = run(settings, found, compare=compare, as_object=as_json)
+    raise typer.Exit(status)
+
+
+@app.command("plugins")
+def plugins_command(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON list, with the options of each plugin.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """List the installed transports, engines and observers, and whether each can be used here."""
+    _begin(debug)
+    with explained(debug=debug):
+        from kvbaton.plugins import list_plugins
+
+        rows = list_plugins()
+        if as_json:
+            print(json.dumps([asdict(row) for row in rows], default=_builtin, indent=2))
+            return
+        if not rows:
+            print("no plugin is installed: pip install kvbaton-loopback kvbaton-transformers")
+            return
+        table = Table(box=None, pad_edge=False)
+        for column in ("kind", "name", "distribution", "version", "available"):
+            table.add_column(column, no_wrap=True)
+        table.add_column("reason", overflow="fold")
+        for row in rows:
+            reason = ": ".join(part for part in (row.reason, row.remedy) if part)
+            yes = "[green]yes[/]" if row.available else "[red]no[/]"
+            table.add_row(row.kind, _plain(row.name), row.distribution, row.version, yes, _plain(reason))
+        answers().print(table)
+
+
+def _builtin(value: object) -> object:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)
+
+
+@app.command("config")
+def config_command(
+    config: ConfigFile = None,
+    model: Model = None,
+    transport: Transport = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    launch: Launch = None,
+    transport_option: TransportOption = None,
+    engine_option: EngineOption = None,
+    assign: Set = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the settings instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print every effective setting, each with where it came from."""
+    _begin(debug)
+    with explained(debug=debug):
+        if schema:
+            print(json.dumps(Settings.model_json_schema(), indent=2))
+            return
+        single = {
+            "--model": model,
+            "--transport": transport,
+            "--prefill": prefill,
+            "--decode": decode,
+            "--launch": launch,
+        }
+        unset = "(not set)"
+        settings, provenance = _settings(config, single, transport_option, engine_option, assign, {"model": unset})
+        values = settings.model_dump(mode="json")
+        rows: dict[str, tuple[Any, str]] = {}
+        for key, origin in provenance.items():
+            value: Any = values
+            for part in key.split("."):
+                value = value[part]
+            rows[key] = (None if key == "model" and value == unset else value, str(origin))
+        if as_json:
+            listing = {k: {"value": v, "from": where, "description": describe(k)} for k, (v, where) in rows.items()}
+            print(json.dumps(listing, indent=2))
+            return
+        table = Table(box=None, pad_edge=False)
+        table.add_column("setting", no_wrap=True)
+        table.add_column("value", overflow="fold")
+        table.add_column("from", overflow="fold")
+        for key, (value, where) in rows.items():
+            style = "" if where == "default" else "bold"
+            table.add_row(key, unset if value is None else _plain(_shown(value)), _plain(where), style=style)
+        answers().print(table)
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,57 @@
+"""Ctrl-C: the first asks, the second forces.
+
+An exception out of nowhere could tear the runtime in the middle of its books, so while it is stepped the first Ctrl-C
+is only noted and the loop acts on it.  Everywhere else (start-up, the comparison) it is the usual KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from kvbaton.cli.faults import INTERRUPTED, say
+
+
+class Interrupt:
+    """SIGINT while a command runs; a context manager that restores the handler it found.
+
+    Off the main thread, where Python takes no handlers, it changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._noting = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def note(self) -> None:
+        """From now on the first Ctrl-C sets ``requested`` and raises nothing."""
+        self._noting = True
+
+    def interrupt(self) -> None:
+        """From now on the first Ctrl-C raises ``KeyboardInterrupt`` again."""
+        self._noting = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            say("interrupted again: forced to stop without waiting for what is under way")
+            sys.stdout.flush()
+            # no clean-up that could wait: spawned stages see their death pipe close
+            os._exit(INTERRUPTED)
+        self.requested = True
+        if not self._noting:
+            raise KeyboardInterrupt

@@ -1,0 +1,129 @@
+"""What a run says at its end: the tables, the comparison, the JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ByteSize
+from rich.console import Console
+from rich.table import Table
+
+from kvbaton.cli.prompts import Prompt
+from kvbaton.records import RequestRecord
+
+#: Requests side by side in one table of milestones.
+_ACROSS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request, finished: the prompt, the runtime's record of it, and the text."""
+
+    prompt: Prompt
+    record: RequestRecord
+    text: str
+
+    @property
+    def failed(self) -> bool:
+        return self.record.finish_reason == "failed"
+
+
+def differences(answers: Sequence[Answer], colocated: Sequence[RequestRecord]) -> list[str]:
+    """One line per request whose token ids, exit depths or finish reason differ from the undisaggregated run's (A1)."""
+    found = []
+    for answer, other in zip(answers, colocated, strict=True):
+        ours = answer.record
+        name = f"request {answer.prompt.id}"
+        for what, ones in (("token", "token_ids"), ("exit depth", "exit_depths")):
+            here, there = tuple(getattr(ours, ones)), tuple(getattr(other, ones))
+            if here != there:
+                found.append(f"{name}: {_first_difference(what, here, there)}")
+                break
+        else:
+            if ours.finish_reason != other.finish_reason:
+                found.append(f"{name}: finish reason {ours.finish_reason} here, {other.finish_reason} undisaggregated")
+    return found
+
+
+def _first_difference(what: str, here: Sequence[int], there: Sequence[int]) -> str:
+    for position, (a, b) in enumerate(zip(here, there, strict=False)):
+        if a != b:
+            return f"{what} {position} is {a} here, {b} undisaggregated"
+    return f"{len(here)} {what}s here, {len(there)} undisaggregated"
+
+
+def verdict(count: int, differing: Sequence[str]) -> str:
+    """The last line of ``--compare``."""
+    if not differing:
+        subject = f"all {count} requests" if count != 1 else "the request"
+        return f"equal: the tokens of {subject} equal the undisaggregated run's"
+    return f"unequal: {len(differing)} of {count} requests differ from the undisaggregated run"
+
+
+def as_json(answers: Sequence[Answer], equal: bool | None) -> dict[str, Any]:
+    """The one object of ``--json``; ``equal`` only with ``--compare``."""
+    result: dict[str, Any] = {"requests": [_one(answer) for answer in answers]}
+    if equal is not None:
+        result["equal"] = equal
+    return result
+
+
+def _one(answer: Answer) -> dict[str, Any]:
+    record = answer.record
+    return {
+        "id": answer.prompt.id,
+        "prompt": answer.prompt.text,
+        "text": answer.text,
+        "prompt_tokens": record.prompt_tokens,
+        "token_ids": list(record.token_ids),
+        "exit_depths": list(record.exit_depths),
+        "finish_reason": record.finish_reason,
+        "error": str(record.error) if record.error is not None else None,
+        "chunks": record.chunks,
+        "segments": record.segments,
+        "bytes": record.bytes,
+        "prefill": record.prefill,
+        "decode": record.decode,
+        "milestones": dict(record.milestones),
+    }
+
+
+def print_tables(console: Console, answers: Sequence[Answer]) -> None:
+    """What each request took, and when it reached each milestone."""
+    table = Table(title="requests", title_justify="left")
+    table.add_column("request", overflow="fold")
+    for name in ("prompt", "tokens", "chunks", "segments", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("prefill → decode", overflow="fold")
+    table.add_column("end")
+    for answer in answers:
+        record = answer.record
+        stages = f"{record.prefill or '-'} → {record.decode or '-'}"
+        size = ByteSize(record.bytes).human_readable(separator=" ")
+        table.add_row(
+            answer.prompt.id, str(record.prompt_tokens), str(len(record.token_ids)), str(record.chunks),
+            str(record.segments), size, stages, str(record.finish_reason),
+        )  # fmt: skip
+    console.print(table)
+    for start in range(0, len(answers), _ACROSS):
+        some = answers[start : start + _ACROSS]
+        times = Table(title="milestones, ms since the request", title_justify="left")
+        times.add_column("milestone", no_wrap=True)
+        for answer in some:
+            times.add_column(answer.prompt.id, justify="right", overflow="fold")
+        for milestone in _in_order([answer.record.milestones for answer in some]):
+            cells = (answer.record.milestones.get(milestone) for answer in some)
+            times.add_row(milestone, *("" if cell is None else f"{cell * 1e3:.1f}" for cell in cells))
+        if times.row_count:
+            console.print(times)
+
+
+def _in_order(milestones: Sequence[Mapping[str, float]]) -> list[str]:
+    """Every milestone that occurs, by the earliest time at which one request reached it."""
+    first: dict[str, float] = {}
+    for times in milestones:
+        for name, at in times.items():
+            first[name] = min(at, first.get(name, at))
+    return sorted(first, key=lambda name: first[name])
