@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from kvbaton.connector import (
     Chunk,
     Completion,
@@ -37,7 +35,8 @@ from kvbaton.identity import PeerId, TransferId, new_transfer_id
 from kvbaton.segments import Segments
 from kvbaton_conformance.inspector import ByteInspector, Image
 
-#: Seconds that a condition may take to come true.  Far more than a healthy transport needs, far less than a test's own limit.
+#: Seconds that a condition may take to come true.  Far more than a healthy transport needs, far less than a test's
+#: own limit.
 PATIENCE = 10.0
 
 #: Bytes of each region of an end, by id, unless a test asks for others.
@@ -46,8 +45,7 @@ REGIONS: Mapping[int, int] = {0: 1 << 16, 1: 1 << 14}
 
 def segments(*rows: tuple[int, int, int]) -> Segments:
     """Segments from rows ``(region, offset, length)``."""
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    return Segments(columns[:, 0].astype(np.int32), columns[:, 1].copy(), columns[:, 2].copy())
+    return Segments.of(rows)
 
 
 class ConditionNotReached(AssertionError):
@@ -56,7 +54,7 @@ class ConditionNotReached(AssertionError):
 
 @dataclass(eq=False)
 class End:
-    """One stage's end: the plugin's connector, the guard around it, its memory, and every event that ``pump`` has seen."""
+    """One stage's end: connector, guard, memory, and every event that ``pump`` has seen."""
 
     peer: PeerId
     #: What the plugin opened.  Tests of a contract talk to ``guard``; this is for the kit's own controls.
@@ -91,14 +89,15 @@ class End:
     def __str__(self) -> str:
         figures = {name: value for name, value in self.guard.statistics().items() if value}
         return (
-            f"{self.peer}: {len(self.receipts)} receipts, completions {[(c.sequence, c.outcome.name) for c in self.completions]},"
+            f"{self.peer}: {len(self.receipts)} receipts,"
+            f" completions {[(c.sequence, c.outcome.name) for c in self.completions]},"
             f" peers {[(str(e.peer), 'up' if e.up else 'down') for e in self.peers]}, faults {self.faults}, {figures}"
         )
 
 
 @dataclass(eq=False)
 class Sent:
-    """One submitted chunk and what both ends have heard of it.  ``expected`` is the target's memory once it has arrived."""
+    """One submitted chunk and what both ends have heard of it.  ``expected``: the target's memory once it arrived."""
 
     chunk: Chunk
     accepted: bool
@@ -180,7 +179,7 @@ class Pair:
         transfer = transfer or new_transfer_id()
         if not known:
             self.target.guard.grant(transfer, self.source.peer, writes)
-        chunk = Chunk(transfer, sequence, self.target.peer, reads, writes, int(reads.length.sum()))
+        chunk = Chunk(transfer, sequence, self.target.peer, reads, writes, reads.nbytes)
         before = base or self.target.memory.image()
         expected = before.with_copy(self.source.memory.image(), reads, writes)
         return Sent(chunk, self.source.guard.submit(chunk), expected, self.source, self.target)
@@ -204,7 +203,7 @@ class Pair:
                 self.order[-1].guard.wait(0.001)
 
     def pump_idle(self, passes: int = 20) -> None:
-        """Pump until nothing has happened for ``passes`` passes in a row: for what must *not* come.  Bounded by its own patience."""
+        """Pump until nothing has happened for ``passes`` passes in a row: for what must *not* come."""
         end = time.monotonic() + PATIENCE
         quiet = 0
         while quiet < passes:
@@ -252,9 +251,10 @@ def open_pair(
 ) -> Iterator[Pair]:
     """Two ends of one transport in this process, the source's memory filled, connected unless told otherwise.
 
-    ``connector`` is an entry point's name, ``module:object`` or an instance; ``options`` a mapping or an instance of its
-    ``Options``; ``end_options`` go to :func:`open_end` for both ends.  On leaving, both ends are closed; an end that cannot be,
-    because chunks are outstanding, has its peers fenced first, which in one process is true: nobody acts for them any more.
+    ``connector`` is an entry point's name, ``module:object`` or an instance; ``options`` a mapping or an instance of
+    its ``Options``; ``end_options`` go to :func:`open_end` for both ends.  On leaving, both ends are closed; an end
+    that cannot be, because chunks are outstanding, has its peers fenced first, which in one process is true: nobody
+    acts for them any more.
     """
     from kvbaton.plugins import choose_connector
 

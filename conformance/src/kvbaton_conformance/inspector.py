@@ -1,15 +1,16 @@
 """Look at memory without asking the transport: what was there, what should be there now, and what is.
 
-A :class:`ByteInspector` owns host regions and knows every byte of them.  Sources hold a pattern whose bytes are all below 128,
-destinations a poison whose bytes are all above, both different at every place: so a byte that was not written, was written twice from
-different places, or came from elsewhere shows itself.
+A :class:`ByteInspector` owns host regions and knows every byte of them.  Sources hold a pattern whose bytes are all
+below 128, destinations a poison whose bytes are all above, both different at every place: so a byte that was not
+written, was written twice from different places, or came from elsewhere shows itself.
 
-An :class:`Image` is memory as it should be.  It is built byte by byte with plain Python slices from segment columns, by none of the
-code under test::
+An :class:`Image` is memory as it should be.  It is built byte by byte with plain Python slices from segment columns,
+by none of the code under test::
 
     expected = destination.image().with_copy(source.image(), chunk.source, chunk.target)
     ...                                          # let the transport work
-    destination.check(expected, clause="T3")     # AssertionError: "T3: …" names the first wrong bytes and how they relate to segments
+    destination.check(expected, clause="T3")     # AssertionError: "T3: …" names the first wrong bytes and how they
+    relate to segments
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Image:
     written: tuple[tuple[int, int, int], ...] = ()
 
     def with_copy(self, source: Image, reads: Segments, writes: Segments) -> Image:
-        """This image after each segment of ``reads`` in ``source`` was copied over the segment of ``writes`` with its index.
+        """This image after each segment of ``reads`` in ``source`` was copied over the one of ``writes`` at its index.
 
         Raises ``AssertionError`` (C3.2) where a byte would be written twice: then there is no single right answer.
         """
@@ -45,14 +46,14 @@ class Image:
         touched = {region: bytearray(len(data)) for region, data in self.regions.items()}
         for region, offset, length in self.written:
             touched[region][offset : offset + length] = b"\1" * length
-        for (region, first, length), (into, start, wanted) in zip(_rows(reads), _rows(writes), strict=True):
+        for (region, first, length), (into, start, wanted) in zip(reads.triples(), writes.triples(), strict=True):
             assert length == wanted, f"C3.6: {length} source bytes against {wanted} target bytes"
             assert not any(touched[into][start : start + length]), (
                 f"C3.2: bytes {start}..{start + length} of region {into} are written twice"
             )
             touched[into][start : start + length] = b"\1" * length
             after[into][start : start + length] = source.regions[region][first : first + length]
-        return Image({region: bytes(data) for region, data in after.items()}, (*self.written, *_rows(writes)))
+        return Image({region: bytes(data) for region, data in after.items()}, (*self.written, *writes.triples()))
 
 
 class ByteInspector:
@@ -76,7 +77,7 @@ class ByteInspector:
         return self.adopt(MemoryRegion.of_array(id, np.empty(nbytes, dtype=np.uint8)))
 
     def adopt(self, region: MemoryRegion) -> MemoryRegion:
-        """Take over a region that somebody else allocated (a transport that insists on its own memory), and poison it."""
+        """Take over a region that somebody else allocated, for instance the transport, and poison it."""
         self._regions[region.id] = region
         self.poison(region.id)
         return region
@@ -102,7 +103,8 @@ class ByteInspector:
             wanted, seen = np.frombuffer(data, np.uint8), self._regions[id].view()
             for start, end in _runs(wanted != seen):
                 problems.append(
-                    f"region {id}, bytes {start}..{end}: expected {_hex(wanted[start:end])}, found {_hex(seen[start:end])},"
+                    f"region {id}, bytes {start}..{end}: expected {_hex(wanted[start:end])},"
+                    f" found {_hex(seen[start:end])},"
                     f" {_where(id, start, end, expected.written)}"
                 )
         if problems:
@@ -120,10 +122,6 @@ class ByteInspector:
         view[:] = generator.integers(128, size=view.size, dtype=np.uint8)
         if high:
             view |= 128
-
-
-def _rows(segments: Segments) -> list[tuple[int, int, int]]:
-    return list(zip(segments.region.tolist(), segments.offset.tolist(), segments.length.tolist(), strict=True))
 
 
 def _runs(differs: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

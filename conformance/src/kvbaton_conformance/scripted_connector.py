@@ -1,7 +1,7 @@
 """A connector without a transport: it moves nothing and says what it is told to say.
 
-With it the guard is tested alone, also against everything that a plugin must never do: completions twice or for chunks nobody
-submitted, peers that nobody connected, exceptions out of any method.
+With it the guard is tested alone, also against everything that a plugin must never do: completions twice or for
+chunks nobody submitted, peers that nobody connected, exceptions out of any method.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ManualClock:
 
 @dataclass
 class ScriptedConnector(ConnectorBase):
-    """Every call is noted in ``calls`` as ``(method, first argument)``; what ``poll`` reports is said with the methods below.
+    """Every call is noted in ``calls`` as ``(method, first argument)``; the methods below say what ``poll`` reports.
 
     ``raises`` maps a method's name to what it raises, until removed.  With ``full`` set, ``submit`` takes nothing.
     """
@@ -59,7 +59,7 @@ class ScriptedConnector(ConnectorBase):
     _receipts: list[Receipt] = field(default_factory=list)
     _peers: list[PeerEvent] = field(default_factory=list)
 
-    # -- what the test says ------------------------------------------------------------------------------------------------
+    # -- what the test says ------------------------------------------------------------------------------------------
 
     def complete(
         self,
@@ -87,7 +87,7 @@ class ScriptedConnector(ConnectorBase):
         """The first arguments of the calls of ``method``."""
         return [argument for name, argument in self.calls if name == method]
 
-    # -- the protocol ------------------------------------------------------------------------------------------------------
+    # -- the protocol ------------------------------------------------------------------------------------------------
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._note("register", regions)

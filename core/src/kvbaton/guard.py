@@ -1,24 +1,27 @@
 """What every transport would otherwise get wrong, once, around every plugin.
 
-The stage talks to a :class:`GuardedConnector`, never to a plugin.  The guard checks each argument before the plugin sees it
-(bounds, equal lengths, declared capabilities and limits, epochs, the calling thread), keeps budgets and deadlines, and passes on
-only events that are news: a chunk ends once, a peer of an older epoch is not heard, an exception out of a plugin becomes an event.
-Of the clauses T1 to T13 it adds T2, T6, T8, T11 and T12 to what the plugin promises, and it enforces C1.4, C3.5, C3.6 and C5.4.
+The stage talks to a :class:`GuardedConnector`, never to a plugin.  The guard checks each argument before the plugin
+sees it (bounds, equal lengths, declared capabilities and limits, epochs, the calling thread), keeps budgets and
+deadlines, and passes on only events that are news: a chunk ends once, a peer of an older epoch is not heard, an
+exception out of a plugin becomes an event. Of the clauses T1 to T13 it adds T2, T6, T8, T11 and T12 to what the
+plugin promises, and it enforces C1.4, C3.5, C3.6 and C5.4.
 
-What a chunk's life looks like from outside: ``submit`` accepts it, then one or more completions follow, *each proving more than the
-one before*, the last one terminal, exactly once::
+What a chunk's life looks like from outside: ``submit`` accepts it, then one or more completions follow, *each proving
+more than the one before*, the last one terminal, exactly once::
 
     accepted ──────────────────────────────▶ DONE | FAILED | CANCELLED, terminal
         ├── deadline ──▶ TIMED_OUT ────────▶ … the same, late
         └── FAILED, not quiet ─────────────▶ FAILED, terminal, once a fence proves it
 
-Between an early, not terminal completion and the terminal one the chunk's memory is *quarantined*: counted, bounded, never reused
-on a guess (C6.1).  A chunk reported DONE by a buffering transport that cannot yet say that the target is quiet is *unproven*: it
-gives its budget back at once, and the acknowledgement (which rests on receipts) or a fence ends it.
+Between an early, not terminal completion and the terminal one the chunk's memory is *quarantined*: counted, bounded,
+never reused on a guess (C6.1).  A chunk reported DONE by a buffering transport that cannot yet say that the target is
+quiet is *unproven*: it gives its budget back at once, and the acknowledgement (which rests on receipts) or a fence
+ends it.
 
-Back-pressure (T6): there is no queue in here.  ``submit`` accepts now or says that it is full, and the stage offers again on its next
-pass.  Peers share the budgets evenly, and each may always have one chunk under way, so that one frozen peer holds its own share and
-nobody else's; where the transport's own queue is what is full, the peer with more chunks in it yields to one with fewer.
+Back-pressure (T6): there is no queue in here.  ``submit`` accepts now or says that it is full, and the stage offers
+again on its next pass.  Peers share the budgets evenly, and each may always have one chunk under way, so that one
+frozen peer holds its own share and nobody else's; where the transport's own queue is what is full, the peer with more
+chunks in it yields to one with fewer.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,7 +80,7 @@ class GuardLimits:
 
     inflight_bytes: int = 2 << 30
     inflight_segments: int = 1 << 18
-    #: Chunks per peer that are posted and not completed: a frozen destination cannot make more receipts than this pile up.
+    #: Chunks per peer that are posted and not completed: of a frozen peer no more receipts than this can pile up.
     unreceipted_chunks: int = 256
     #: More than this in quarantine and the stage must not go on (:class:`~kvbaton.errors.QuarantineFull`).
     quarantine_bytes: int = 8 << 30
@@ -91,7 +95,8 @@ class GuardLimits:
 class GuardProgress(Progress):
     """A :class:`~kvbaton.connector.Progress` with what went wrong inside the transport.
 
-    ``faults`` are to be reported (C6.3).  A :class:`~kvbaton.errors.QuarantineFull` among them means that the stage must not go on.
+    ``faults`` are to be reported (C6.3).  A :class:`~kvbaton.errors.QuarantineFull` among them means that the stage
+    must not go on.
     """
 
     faults: tuple[KvbatonError, ...] = ()
@@ -112,13 +117,14 @@ class PeerState(enum.Enum):
 class GuardedConnector:
     """A connector that a stage can trust.
 
-    ``transport``, ``version``, ``peer`` and ``geometry`` (encoded, or empty where a test has none) are what the peer is told and
-    compared with.  ``connect_deadline`` bounds both connecting and disconnecting, ``chunk_deadline`` each chunk; seconds of
-    ``clock``, which only grows.
+    ``transport``, ``version``, ``peer`` and ``geometry`` (encoded, or empty where a test has none) are what the peer
+    is told and compared with.  ``connect_deadline`` bounds both connecting and disconnecting, ``chunk_deadline`` each
+    chunk; seconds of ``clock``, which only grows.
 
     Threading: the first caller's thread owns it; a call from another raises :class:`~kvbaton.errors.ThreadError` (T11).
-    :meth:`detach` lets the next caller become the owner, and ``close`` may also come from another thread once the owner has
-    ended.  ``statistics``, ``capabilities``, ``needs_polling``, ``quarantine_full`` may be read from any thread.
+    :meth:`detach` lets the next caller become the owner, and ``close`` may also come from another thread once the
+    owner has ended.  ``statistics``, ``capabilities``, ``needs_polling``, ``quarantine_full`` may be read from any
+    thread.
     """
 
     def __init__(
@@ -147,7 +153,7 @@ class GuardedConnector:
         self._closed = False
         self._allocated: set[tuple[int, int, int]] = set()
         self._regions: tuple[MemoryRegion, ...] | None = None
-        self._bounds = _Bounds({})
+        self._lengths: Mapping[int, int] = {}
         self._peers: dict[PeerId, _Peer] = {}
         self._current: dict[str, PeerId] = {}
         # accepted and not reported terminal: on time, in order of deadline; and those that a proof is missing for
@@ -162,7 +168,7 @@ class GuardedConnector:
         self._dropped: Counter[str] = Counter()
         self._count: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
 
-    # -- what anyone may read ---------------------------------------------------------------------------------------------
+    # -- what anyone may read ----------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
@@ -173,7 +179,8 @@ class GuardedConnector:
     def needs_polling(self) -> bool:
         """Whether anything is live: a chunk, a grant, a connection being made or ended, an event not yet collected.
 
-        While it is true ``poll`` must go on being called, also at a destination: some transports' senders progress only then.
+        While it is true ``poll`` must go on being called, also at a destination: some transports' senders progress
+        only then.
         """
         transient = (PeerState.CONNECTING, PeerState.CLOSING)
         return bool(
@@ -224,7 +231,7 @@ class GuardedConnector:
         """Every known peer epoch and its state."""
         return {id: peer.state for id, peer in tuple(self._peers.items())}
 
-    # -- memory and the handshake -----------------------------------------------------------------------------------------
+    # -- memory and the handshake ------------------------------------------------------------------------------------
 
     def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:
         """Memory that the transport can reach, zeroed, where it demands memory of its own.
@@ -256,7 +263,7 @@ class GuardedConnector:
                 transport=self._transport, reason=str(error),
             ) from error  # fmt: skip
         self._regions = tuple(regions)
-        self._bounds = _Bounds(region_lengths(regions))
+        self._lengths = region_lengths(regions)
 
     def endpoint(self) -> Endpoint:
         """How this connector is reached (T2).  Raises unless regions are registered."""
@@ -281,13 +288,13 @@ class GuardedConnector:
         return endpoint
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Start to connect; ``poll`` reports *up*, or *down* by the deadline (T2).  Again for the same epoch: no effect.
+        """Start to connect; ``poll`` reports *up*, or *down* by the deadline (T2).  Twice is once.
 
         A new epoch replaces the old one, which is *down* from here on.
 
         Raises, and then nothing was connected: :class:`~kvbaton.errors.GeometryMismatch` (C3.5);
-        :class:`~kvbaton.errors.ConnectError` for another transport or version, for our own endpoint, for an epoch older than
-        one seen, and for an epoch that was up and went down (C1.4).
+        :class:`~kvbaton.errors.ConnectError` for another transport or version, for our own endpoint, for an epoch
+        older than one seen, and for an epoch that was up and went down (C1.4).
         """
         self._enter()
         if self._regions is None:
@@ -310,7 +317,7 @@ class GuardedConnector:
         elif known is not None:
             self._lose(self._peers[known], PeerLost(f"C1.4: {known} was replaced by {id}", peer=known))
         self._current[id.name] = id
-        peer = _Peer(id, _Bounds(region_lengths(endpoint.regions)), self._clock() + self._connect_deadline)
+        peer = _Peer(id, region_lengths(endpoint.regions), self._clock() + self._connect_deadline)
         self._peers[id] = peer
         if known is not None and known != id:
             self._forget_peer(self._peers[known])
@@ -333,10 +340,10 @@ class GuardedConnector:
         if known.state is not PeerState.DOWN:
             known.state = PeerState.CLOSING
             known.deadline = self._clock() + self._connect_deadline
-        self._foreign("disconnect", lambda: self._connector.disconnect(peer), peer=peer)
+        self._disconnect(peer)
 
     def fenced(self, peer: PeerId) -> None:
-        """Core proved that this peer's process is dead: everything towards it becomes terminal.  Unknown peer: no effect."""
+        """Core proved this peer's process dead: everything towards it becomes terminal.  Unknown peer: no effect."""
         self._enter()
         if peer not in self._peers or not self._foreign("fenced", lambda: self._connector.fenced(peer), peer=peer):
             return
@@ -345,13 +352,14 @@ class GuardedConnector:
         for flight in self._waiting_for_proof(peer):
             self._prove(flight, Outcome.FAILED, True, True, PeerLost(f"C6.4: {peer} was fenced", peer=peer))
 
-    # -- chunks at the source ---------------------------------------------------------------------------------------------
+    # -- chunks at the source ----------------------------------------------------------------------------------------
 
     def submit(self, chunk: Chunk) -> bool:
-        """Accept ``chunk`` now, or say that there is no room: then nothing was taken; offer it again on the next pass (T6).
+        """Accept ``chunk`` now, or say that there is no room: nothing was taken, offer it on the next pass (T6).
 
-        Ownership: from acceptance until a completion says ``source_quiet`` / ``target_quiet`` the bytes of that side belong
-        to the transport.  A chunk for a peer that is down is accepted and ends as FAILED, terminal, at the next ``poll``.
+        Ownership: from acceptance until a completion says ``source_quiet`` / ``target_quiet`` the bytes of that side
+        belong to the transport.  A chunk for a peer that is down is accepted and ends as FAILED, terminal, at the
+        next ``poll``.
 
         Raises, before any side effect: :class:`~kvbaton.errors.SegmentError` (C3.6),
         :class:`~kvbaton.errors.CapabilityError` (T13) beyond a declared limit,
@@ -408,19 +416,19 @@ class GuardedConnector:
         return True
 
     def cancel(self, transfer: TransferId) -> None:
-        """What is not yet started completes as CANCELLED; what is posted drains and is reported (T9).  Unknown: no effect."""
+        """What is not started completes as CANCELLED; what is posted drains and is reported (T9)."""
         self._enter()
         if any(key[0] == transfer for key in self._posted):
             self._foreign("cancel", lambda: self._connector.cancel(transfer), transfer=transfer)
 
     def acknowledge(self, transfer: TransferId) -> None:
-        """The destination has received all of ``transfer``: by T3 nothing of it is written any more.  Last call for it."""
+        """The destination has received all of ``transfer``: by T3 nothing of it is written any more."""
         self._enter()
         self._foreign("acknowledge", lambda: self._connector.acknowledge(transfer), transfer=transfer)
         for flight in [flight for key, flight in self._lingering.items() if key[0] == transfer and flight.unproven]:
             self._prove(flight, Outcome.DONE, flight.source_quiet, True, None)
 
-    # -- grants at the destination ----------------------------------------------------------------------------------------
+    # -- grants at the destination -----------------------------------------------------------------------------------
 
     def grant(self, transfer: TransferId, peer: PeerId, target: Segments) -> None:
         """``peer`` may write ``target`` for ``transfer``; call it before the peer is told to.
@@ -430,7 +438,7 @@ class GuardedConnector:
         :class:`~kvbaton.errors.TransportError` where the transport cannot; nothing is granted then.
         """
         self._enter()
-        self._bounds.check(target, f"the grant for transfer {transfer}", "our regions")
+        target.check_bounds(self._lengths, f"the grant for transfer {transfer}")
         known = self._peers.get(peer)
         if known is None or known.state in (PeerState.CLOSING, PeerState.DOWN):
             raise PeerLost(f"T7: {peer} is not connected; nothing was granted to it", peer=peer)
@@ -457,7 +465,7 @@ class GuardedConnector:
         return self._revoke(transfer)
 
     def forget(self, transfer: TransferId) -> None:
-        """This side is done with ``transfer``: its memory is quiet.  Nothing of it is kept afterwards (T12).  Idempotent."""
+        """This side is done with ``transfer``, its memory is quiet: nothing of it is kept (T12).  Twice is once."""
         self._enter()
         if transfer in self._grants:
             # a transport that keeps grants has no other word that this one is over
@@ -467,7 +475,7 @@ class GuardedConnector:
             if peer.checked is not None and peer.checked.transfer == transfer:
                 peer.checked = None
 
-    # -- progress ---------------------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> Progress:
         """What has happened since the last call; bounded work, never raises for a fault of the plugin.
@@ -488,8 +496,8 @@ class GuardedConnector:
         if self.quarantine_full and not self._quarantine_reported:
             self._news.faults.append(
                 QuarantineFull(
-                    f"T8: {self._quarantined_bytes} bytes are in quarantine, {self._limits.quarantine_bytes} are allowed."
-                    " The stage must not go on; fence the peers that do not answer, or restart it.",
+                    f"T8: {self._quarantined_bytes} bytes are in quarantine, {self._limits.quarantine_bytes} are"
+                    " allowed. The stage must not go on; fence the peers that do not answer, or restart it.",
                     bytes=self._quarantined_bytes, limit=self._limits.quarantine_bytes,
                 )
             )  # fmt: skip
@@ -516,8 +524,8 @@ class GuardedConnector:
     def close(self) -> None:
         """Release everything but the region memory; idempotent (T10).
 
-        Raises :class:`~kvbaton.errors.Outstanding` while the transport may still read a chunk's source (C5.4): drain, or
-        fence the peer, or let the process end.
+        Raises :class:`~kvbaton.errors.Outstanding` while the transport may still read a chunk's source (C5.4): drain,
+        or fence the peer, or let the process end.
         """
         if self._closed:
             return
@@ -539,7 +547,7 @@ class GuardedConnector:
             raise TransportError(f"T10: {self._transport} failed to close: {_text(error)}") from error
         self._closed = True
 
-    # -- checks before the plugin is touched -------------------------------------------------------------------------------
+    # -- checks before the plugin is touched -------------------------------------------------------------------------
 
     def _enter(self) -> None:
         # T11
@@ -579,7 +587,7 @@ class GuardedConnector:
             ) not in self._allocated:  # fmt: skip
                 raise refuse(region, "it did not come from allocate()", capability="memory_origin")
         placed = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
-        for left, right in zip(placed, placed[1:], strict=False):
+        for left, right in pairwise(placed):
             if (left.kind, left.device) == (right.kind, right.device) and left.address + left.length > right.address:
                 raise refuse(right, f"it overlaps region {left.id}")
 
@@ -592,7 +600,8 @@ class GuardedConnector:
             )  # fmt: skip
         if endpoint.version != self._version:
             raise ConnectError(
-                f"T2: {id} has {self._transport} {endpoint.version}, we have {self._version}; install one version on both",
+                f"T2: {id} has {self._transport} {endpoint.version}, we have {self._version}; install one"
+                " version on both",
                 peer=id, ours=self._version, theirs=endpoint.version,
             )  # fmt: skip
         if id.name == self.peer.name:
@@ -609,7 +618,8 @@ class GuardedConnector:
         capabilities = self.capabilities
         if chunk.after is not None and not capabilities.source_ordered:
             raise CapabilityError(
-                f"T13: {what} is ordered behind a device event, which {self._transport} does not declare (source_ordered)",
+                f"T13: {what} is ordered behind a device event, which {self._transport} does not declare"
+                " (source_ordered)",
                 capability="source_ordered",
             )
         source, target = chunk.source, chunk.target
@@ -626,13 +636,13 @@ class GuardedConnector:
         if not np.array_equal(source.length, target.length):
             at = int(np.flatnonzero(source.length != target.length)[0])
             raise SegmentError(
-                f"C3.6: {what}, segment {at}: {int(source.length[at])} source bytes against {int(target.length[at])} target"
-                " bytes. No byte moved.",
+                f"C3.6: {what}, segment {at}: {int(source.length[at])} source bytes against"
+                f" {int(target.length[at])} target bytes. No byte moved.",
                 segment=at,
             )
-        self._bounds.check(source, f"the source of {what}", "our regions")
-        peer.bounds.check(target, f"the target of {what}", f"the regions of {peer.id}")
-        total = int(source.length.sum())
+        source.check_bounds(self._lengths, f"the source of {what}")
+        target.check_bounds(peer.lengths, f"the target at {peer.id} of {what}")
+        total = source.nbytes
         if total != chunk.nbytes:
             raise SegmentError(f"C3.6: {what} says {chunk.nbytes} bytes, its segments have {total}. No byte moved.")
         if total > capabilities.max_chunk_bytes:
@@ -647,7 +657,7 @@ class GuardedConnector:
                 capability="alignment",
             )
 
-    # -- budgets -----------------------------------------------------------------------------------------------------------
+    # -- budgets -----------------------------------------------------------------------------------------------------
 
     def _room(self, peer: _Peer, chunk: Chunk) -> bool:
         if peer.chunks >= self._limits.unreceipted_chunks:
@@ -659,7 +669,7 @@ class GuardedConnector:
             or peer.segments + len(chunk.source) > self._limits.inflight_segments // sharing
         ):
             return False
-        # the transport's own queue was full for somebody who has fewer chunks in it and who asked in this or the last pass
+        # the transport's own queue was full for somebody with fewer chunks in it who asked in this or the last pass
         return not any(
             other.refused_in >= self._pass - 1 and other.chunks < peer.chunks and other.state is PeerState.UP
             for other in self._peers.values()
@@ -684,7 +694,7 @@ class GuardedConnector:
             flight.peer.nbytes -= flight.nbytes
             flight.peer.segments -= flight.segments
 
-    # -- from flight to terminal -------------------------------------------------------------------------------------------
+    # -- from flight to terminal -------------------------------------------------------------------------------------
 
     def _linger(self, key: _Key, flight: _Flight) -> None:
         self._lingering[key] = flight
@@ -710,7 +720,7 @@ class GuardedConnector:
             flight.peer.flights -= 1
             self._forget_peer(flight.peer)
         elif outcome is Outcome.DONE:
-            # a buffering transport: the source's part is over; the budget must return before the acknowledgement can come
+            # a buffering transport: the budget must return before the acknowledgement can come
             self._posted.pop(key, None)
             self._lingering[key] = flight
             self._release_quarantine(flight)
@@ -728,14 +738,14 @@ class GuardedConnector:
 
     def _expire(self, now: float) -> None:
         while self._posted:
-            key, flight = next(iter(self._posted.items()))
+            flight = next(iter(self._posted.values()))
             if flight.deadline > now:
                 break
             # T8, C6.1: reported once; the memory stays owned
             self._prove(flight, Outcome.TIMED_OUT, False, False, TransportError(
-                f"T8: chunk {flight.sequence} of transfer {flight.transfer}, {self.peer} -> {flight.peer.id}, passed its"
-                f" deadline ({self._chunk_deadline:g} s) in state SUBMITTED. Not quiet: {flight.nbytes} bytes on either side"
-                f" are quarantined until it completes or {flight.peer.id} is fenced.",
+                f"T8: chunk {flight.sequence} of transfer {flight.transfer}, {self.peer} -> {flight.peer.id},"
+                f" passed its deadline ({self._chunk_deadline:g} s) in state SUBMITTED. Not quiet: {flight.nbytes}"
+                f" bytes on either side are quarantined until it completes or {flight.peer.id} is fenced.",
                 peer=flight.peer.id, transfer=flight.transfer, sequence=flight.sequence, retained=flight.nbytes,
             ))  # fmt: skip
         for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:
@@ -745,17 +755,17 @@ class GuardedConnector:
                 f"T2: {self.peer} could not {verb} {peer.id} within {self._connect_deadline:g} s", peer=peer.id
             ))  # fmt: skip
             if connecting:
-                self._foreign("disconnect", lambda id=peer.id: self._connector.disconnect(id), peer=peer.id)
+                self._disconnect(peer.id)
 
     def _waiting_for_proof(self, peer: PeerId) -> list[_Flight]:
-        """Flights to ``peer`` of which the plugin has said, or may have said, its last word without proving them quiet."""
+        """Flights to ``peer`` of which the plugin has said, or may have said, its last word: not quiet."""
         return [
             flight
             for flight in self._lingering.values()
             if flight.peer.id == peer and (flight.completed or flight.raised)
         ]
 
-    # -- events from the plugin --------------------------------------------------------------------------------------------
+    # -- events from the plugin --------------------------------------------------------------------------------------
 
     def _filter(self, progress: Progress) -> None:
         for completion in progress.completions:
@@ -813,7 +823,7 @@ class GuardedConnector:
         peer.quiet = quiet
         self._news.peers.append(PeerEvent(peer.id, False, quiet, error))
         if quiet:
-            # the transport's fence proves that nothing here is still read for it; what may still land there it cannot know
+            # this fence proves that nothing here is still read for it; what may still land there it cannot know
             for flight in self._waiting_for_proof(peer.id):
                 self._prove(flight, Outcome.FAILED, True, False, error)
         self._forget_peer(peer)
@@ -823,7 +833,10 @@ class GuardedConnector:
         if peer.quiet and not peer.flights and self._current.get(peer.id.name) != peer.id:
             self._peers.pop(peer.id, None)
 
-    # -- foreign code ------------------------------------------------------------------------------------------------------
+    # -- foreign code ------------------------------------------------------------------------------------------------
+
+    def _disconnect(self, peer: PeerId) -> None:
+        self._foreign("disconnect", lambda: self._connector.disconnect(peer), peer=peer)
 
     def _revoke(self, transfer: TransferId) -> bool:
         revoked = False
@@ -856,7 +869,7 @@ class GuardedConnector:
         self._news.faults.append(fault)
 
 
-# -- what the guard keeps ------------------------------------------------------------------------------------------------
+# -- what the guard keeps --------------------------------------------------------------------------------------------
 
 _Key = tuple[TransferId, int]
 
@@ -870,7 +883,8 @@ class _Peer:
     """One epoch of one peer, and what is under way to it."""
 
     id: PeerId
-    bounds: _Bounds
+    #: Of the regions that it announced.
+    lengths: Mapping[int, int]
     #: When connecting or disconnecting must be over.
     deadline: float
     state: PeerState = PeerState.CONNECTING
@@ -922,36 +936,6 @@ class _News:
 
     def __bool__(self) -> bool:
         return bool(self.completions or self.receipts or self.peers or self.faults)
-
-
-class _Bounds:
-    """Region lengths as sorted columns, for bounds checks without a loop."""
-
-    def __init__(self, lengths: Mapping[int, int]) -> None:
-        self._ids = np.array(sorted(lengths), dtype=np.int64)
-        self._lengths = np.array([lengths[id] for id in sorted(lengths)], dtype=np.int64)
-
-    def check(self, segments: Segments, what: str, where: str) -> None:
-        """Raise :class:`~kvbaton.errors.SegmentError` for the first segment that is not wholly inside a region (C3.6)."""
-        if not len(segments):
-            return
-        if not self._ids.size:
-            raise SegmentError(f"C3.6: {what} has segments, {where} are empty. No byte moved.", segment=0)
-        at = np.minimum(np.searchsorted(self._ids, segments.region), self._ids.size - 1)
-        known = self._ids[at] == segments.region
-        room = self._lengths[at] - segments.length  # cannot overflow, unlike offset + length
-        bad = ~known | (segments.length <= 0) | (segments.offset < 0) | (segments.offset > room)
-        if bad.any():
-            first = int(np.argmax(bad))
-            region, offset, length = (
-                int(column[first]) for column in (segments.region, segments.offset, segments.length)
-            )
-            inside = f"has {int(self._lengths[at[first]])} bytes" if known[first] else f"is not among {where}"
-            raise SegmentError(
-                f"C3.6: {what}, segment {first}: {length} bytes at offset {offset} of region {region}, which {inside}."
-                " No byte moved.",
-                segment=first, region=region, offset=offset, length=length,
-            )  # fmt: skip
 
 
 def _text(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvbaton.connector import (
     Progress,
     Receipt,
 )
-from kvbaton.errors import ConnectError, LocalProtocolError, Outstanding, PeerLost, RegistrationError, TransportError
+from kvbaton.errors import ConnectError, Outstanding, PeerLost, RegistrationError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
 from kvbaton_loopback.copying import copy_segments
@@ -30,7 +30,8 @@ from kvbaton_loopback.options import LoopbackOptions
 from kvbaton_loopback.plugin import CAPABILITIES
 from kvbaton_loopback.wire import Post, Wire
 
-#: How long ``close()`` lets a copy into this memory finish.  A copy is memory against memory: it does not depend on a peer.
+#: How long ``close()`` lets a copy into this memory finish.  A copy is memory against memory: it does not depend on a
+#: peer.
 _LAST_COPY_SECONDS = 2.0
 
 
@@ -87,7 +88,7 @@ class Inbox:
 
 
 class LoopbackConnector(ConnectorBase):
-    """See :mod:`kvbaton_loopback` for the design, :class:`~kvbaton.connector.TransferConnector` for what each method promises.
+    """The design is in :mod:`kvbaton_loopback`, the promises in :class:`~kvbaton.connector.TransferConnector`.
 
     Public beyond the protocol, for tests: :attr:`wire`, and :meth:`kill`.
     """
@@ -107,10 +108,10 @@ class LoopbackConnector(ConnectorBase):
         self._gone = False
         self._address = ETHER.join(self)
 
-    # -- T1 registration --------------------------------------------------------------------------------------------------
+    # -- T1 registration ---------------------------------------------------------------------------------------------
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Nothing to pin, nothing to map: the regions' bytes are at hand.  The guard has looked at kinds and overlaps."""
+        """Nothing to pin, nothing to map: the regions' bytes are at hand.  The guard has looked for overlaps."""
         for region in regions:
             if region.kind != "host":
                 reason = f"it is {region.kind} memory"
@@ -119,13 +120,13 @@ class LoopbackConnector(ConnectorBase):
                 )
         self._regions = {region.id: region.view() for region in regions}
 
-    # -- T2 handshake -----------------------------------------------------------------------------------------------------
+    # -- T2 handshake ------------------------------------------------------------------------------------------------
 
     def metadata(self) -> bytes:
         return self._address.encode()
 
     def connect(self, peer: Endpoint) -> None:
-        """*Up*, at both ends and at once, when the second of the two has called it: then each has accepted the other's epoch."""
+        """*Up*, at both ends at once, when the second of the two calls: each has accepted the other's epoch."""
         with ETHER.lock:
             for known in [id for id in self._routes if id.name == peer.peer.name and id != peer.peer]:
                 self._sever(known, PeerLost(f"C1.4: {known} was replaced by {peer.peer}", peer=known))
@@ -144,11 +145,11 @@ class LoopbackConnector(ConnectorBase):
                 far._tell(PeerEvent(self.peer, up=True))
 
     def disconnect(self, peer: PeerId) -> None:
-        """A fence: from here on nothing of ``peer`` starts to be written here, and *down* says quiet when the rest is over."""
+        """A fence: nothing of ``peer`` starts to be written here any more; *down* comes when the rest is over."""
         with ETHER.lock:
             self._sever(peer, None)
 
-    # -- T5, T6 chunks at the source ---------------------------------------------------------------------------------------
+    # -- T5, T6 chunks at the source ---------------------------------------------------------------------------------
 
     def submit(self, chunk: Chunk) -> bool:
         with ETHER.lock:
@@ -179,10 +180,12 @@ class LoopbackConnector(ConnectorBase):
                 self._end(post.chunk, Outcome.FAILED, error)
             self._sever(peer, error)
 
-    # -- C2, C5 grants at the destination ----------------------------------------------------------------------------------
+    # -- C2, C5 grants at the destination ----------------------------------------------------------------------------
 
     def grant(self, transfer: TransferId, peer: PeerId, target: Segments) -> None:
-        """A write without a grant is refused: that is what makes :meth:`revoke` a fence, without remembering what is over."""
+        """A write without a grant is refused: that is what makes :meth:`revoke` a fence, without remembering what is
+        over.
+        """
         with ETHER.lock:
             self._grants[transfer] = Grant(peer)
 
@@ -197,7 +200,7 @@ class LoopbackConnector(ConnectorBase):
             self._forget(transfer, grant)
             return True
 
-    # -- progress ---------------------------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------------------
 
     def poll(self) -> Progress:
         with ETHER.lock:
@@ -213,7 +216,7 @@ class LoopbackConnector(ConnectorBase):
             if not self._inbox:
                 self._bell.wait(timeout)
 
-    # -- T10 teardown -----------------------------------------------------------------------------------------------------
+    # -- T10 teardown ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         with ETHER.lock:
@@ -253,7 +256,7 @@ class LoopbackConnector(ConnectorBase):
         self._grants.clear()
         return self.wire.stop()
 
-    # -- the wire's carriage: start and finish under the lock, copy without it ----------------------------------------------
+    # -- the wire's carriage: start and finish under the lock, copy without it ---------------------------------------
 
     def start(self, post: Post) -> None:
         """Ask the destination, and hold it open while the copy is under way."""
@@ -296,7 +299,7 @@ class LoopbackConnector(ConnectorBase):
             landing.connector._settle(self.peer, landing.route)
         self._end(chunk, Outcome.DONE if post.error is None else Outcome.FAILED, post.error)
 
-    # -- bookkeeping, under the lock -----------------------------------------------------------------------------------------
+    # -- bookkeeping, under the lock ---------------------------------------------------------------------------------
 
     def _receive(self, receipt: Receipt, twice: bool) -> None:
         if not self._gone:
@@ -330,7 +333,9 @@ class LoopbackConnector(ConnectorBase):
             self._bell.notify()
 
     def _sever(self, peer: PeerId, cause: Exception | None) -> None:
-        """Close the route at both ends.  Each end is down when nothing is under way between the two, as far as it can see."""
+        """Close the route at both ends.  Each end is down when nothing is under way between the two, as far as it can
+        see.
+        """
         here = self._routes.get(peer)
         if here is None or here.closing:
             return

@@ -2,7 +2,8 @@
 
 What is fastest depends on the length of a segment, measured on both sides scattered (``benchmarks/p1_loopback.py``):
 
-- short ones of one length gain from leaving Python: *gather* a batch into a buffer that stays in the cache, *scatter* it from there;
+- short ones of one length gain from leaving Python: *gather* a batch into a buffer that stays in the cache, *scatter*
+  it from there;
 - middling ones: a loop of ``memoryview`` slices, a third of a microsecond each;
 - long ones: a loop of numpy slices, slower to start but releasing the GIL while it copies.
 
@@ -34,14 +35,14 @@ def copy_segments(
 ) -> None:
     """Copy the bytes of each source segment over those of the target segment with the same index.
 
-    ``sources`` and ``targets`` map region ids to the regions' bytes.  The lists are equally long, lengths agree, everything is
-    within its region (the guard has seen to it), and no target overlaps another target or any source.
+    ``sources`` and ``targets`` map region ids to the regions' bytes.  The lists are equally long, lengths agree,
+    everything is within its region (the guard has seen to it), and no target overlaps another target or any source.
     """
     if not len(source):
         return
     pair = source.region.astype(np.int64) << 32 | target.region.astype(np.int64)
     if (pair == pair[0]).all():
-        groups = [slice(None)]
+        groups: list[slice | Offsets] = [slice(None)]
     else:
         _, which = np.unique(pair, return_inverse=True)
         groups = [np.flatnonzero(which == number) for number in range(int(which.max()) + 1)]
@@ -68,13 +69,15 @@ def _copy(source: Bytes, reads: Offsets, target: Bytes, writes: Offsets, lengths
         for first, end, start, stop in places:
             target[start:stop] = source[first:end]
         return
-    view, onto = memoryview(source), memoryview(target)
+    view, onto = source.data, target.data
     for first, end, start, stop in places:
         onto[start:stop] = view[first:end]
 
 
 def _as_rows(region: Bytes, offsets: Offsets, length: int) -> tuple[npt.NDArray[np.void], Offsets | None]:
-    """``region`` as items of ``length`` bytes and the items' indices, or no indices where offsets do not fall on one grid."""
+    """``region`` as items of ``length`` bytes and the items' indices, or no indices where offsets do not fall on one
+    grid.
+    """
     shift = int(offsets[0]) % length
     whole = (len(region) - shift) // length
     rows = region[shift : shift + whole * length].view(np.dtype((np.void, length)))

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a connector is: which process (a pid alone may come again), and which connector of it.  Endpoint metadata."""
+    """Where a connector is: which process (a pid alone may come again), and which connector of it.  Endpoint
+    metadata.
+    """
 
     pid: int
     process: str
@@ -61,8 +63,8 @@ class Ether:
         # after a fork the token is the parent's too, the pid is not
         if (address.pid, address.process) != (os.getpid(), self._process):
             raise ConnectError(
-                f"T2: {peer} lives in process {address.pid}, this is process {os.getpid()}: loopback reaches its own process"
-                " only; run the stages in one process or choose another transport",
+                f"T2: {peer} lives in process {address.pid}, this is process {os.getpid()}: loopback reaches its own"
+                " process only; run the stages in one process or choose another transport",
                 peer=peer,
             )
         found = self._present.get(address.number)

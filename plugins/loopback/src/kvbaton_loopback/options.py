@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoopbackOptions(BaseModel):
-    """How bytes are carried.  The defaults are a perfect wire; everything else is there to make life harder in tests."""
+    """How bytes are carried.  The defaults are a perfect wire; everything else is there to make life harder in
+    tests.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,7 +1,8 @@
 """When a chunk is carried: one connector's queue of submitted chunks, and whoever moves it on.
 
-A :class:`Post` is *queued* until it is *started*; a started one can no longer be cancelled and ends by *finishing*.  The wire knows
-order, time and faults.  What starting and finishing mean is the connector's affair, and given to the wire as a :class:`Carriage`.
+A :class:`Post` is *queued* until it is *started*; a started one can no longer be cancelled and ends by *finishing*.
+The wire knows order, time and faults.  What starting and finishing mean is the connector's affair, and given to the
+wire as a :class:`Carriage`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Wire:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    # -- the connector's side ---------------------------------------------------------------------------------------------
+    # -- the connector's side ----------------------------------------------------------------------------------------
 
     def put(self, chunk: Chunk) -> None:
         """Queue a chunk."""
@@ -126,10 +127,12 @@ class Wire:
         self._bell.notify()
         return self._thread
 
-    # -- moving on --------------------------------------------------------------------------------------------------------
+    # -- moving on ---------------------------------------------------------------------------------------------------
 
     def start(self) -> bool:
-        """Start the next post that is not held, whenever it is due.  False where there is none, or one is started already."""
+        """Start the next post that is not held, whenever it is due.  False where there is none, or one is started
+        already.
+        """
         with self._lock:
             if self._started is not None:
                 return False
