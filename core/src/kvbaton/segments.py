@@ -1,0 +1,278 @@
+"""Segments: contiguous runs of bytes inside registered regions, as numpy columns.
+
+A chunk pairs a *source* list with a *target* list of equal count and equal lengths (C3.6).  Everything here is vectorised:
+a request of some thousand tokens has tens of thousands of descriptors, and a Python loop over them is a defect.
+All values are immutable and safe to share between threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.errors import SegmentError
+
+Regions = npt.NDArray[np.int32]
+Offsets = npt.NDArray[np.int64]
+
+
+class Segments:
+    """Runs of bytes ``(region, offset, length)``: columns int32, int64, int64, C-contiguous, read-only, shape ``[n]``.
+
+    The constructor takes ownership of arrays that already have those types (they are made read-only, not copied).
+    Raises :class:`~kvbaton.errors.SegmentError` for columns of unequal length, negative offsets, or lengths below 1 (C3.6).
+    """
+
+    __slots__ = ("length", "offset", "region")
+
+    region: Regions
+    offset: Offsets
+    length: Offsets
+
+    def __init__(self, region: npt.ArrayLike, offset: npt.ArrayLike, length: npt.ArrayLike) -> None:
+        columns = (_column(region, np.int32), _column(offset, np.int64), _column(length, np.int64))
+        if not len(columns[0]) == len(columns[1]) == len(columns[2]):
+            raise SegmentError(
+                f"C3.6: columns of {len(columns[0])} regions, {len(columns[1])} offsets and {len(columns[2])} lengths:"
+                " each segment needs one of each"
+            )
+        if len(columns[0]) and (columns[2].min() < 1 or columns[1].min() < 0):
+            at = int(np.argmax((columns[2] < 1) | (columns[1] < 0)))
+            raise SegmentError(
+                f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}: offsets are at least"
+                " 0, lengths at least 1",
+                segment=at,
+            )
+        self._adopt(*columns)
+
+    def _adopt(self, region: Regions, offset: Offsets, length: Offsets) -> None:
+        for name, column in (("region", region), ("offset", offset), ("length", length)):
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Segments are immutable: {name} cannot be set")
+
+    @classmethod
+    def _trusted(cls, region: Regions, offset: Offsets, length: Offsets) -> Segments:
+        """Columns that are known to be valid: results of operations on valid segments."""
+        self = cls.__new__(cls)
+        self._adopt(region, offset, length)
+        return self
+
+    @classmethod
+    def empty(cls) -> Segments:
+        """No segments."""
+        return _EMPTY
+
+    @classmethod
+    def of(cls, runs: Iterable[tuple[int, int, int]]) -> Segments:
+        """From ``(region, offset, length)`` triples."""
+        columns = np.array(list(runs), dtype=np.int64).reshape(-1, 3)
+        return cls(columns[:, 0], columns[:, 1], columns[:, 2])
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of lengths."""
+        return int(self.length.sum())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Segments):
+            return NotImplemented
+        return (
+            np.array_equal(self.region, other.region)
+            and np.array_equal(self.offset, other.offset)
+            and np.array_equal(self.length, other.length)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        runs = ", ".join(map(str, self.triples()[:3]))
+        more = f", ... {len(self) - 3} more" if len(self) > 3 else ""
+        return f"Segments([{runs}{more}])"
+
+    def triples(self) -> list[tuple[int, int, int]]:
+        """``(region, offset, length)`` of each, as Python integers."""
+        return list(zip(self.region.tolist(), self.offset.tolist(), self.length.tolist(), strict=True))
+
+    def __getitem__(self, index: slice) -> Segments:
+        """A range of segments, sharing memory."""
+        step = index.step or 1
+        if step < 1:
+            raise SegmentError("segments are sliced forwards")
+        return Segments._trusted(self.region[index], self.offset[index], self.length[index])
+
+    def concat(self, *others: Segments) -> Segments:
+        """These segments and then those of ``others``."""
+        parts = [part for part in (self, *others) if len(part)]
+        if len(parts) <= 1:
+            return parts[0] if parts else _EMPTY
+        return Segments._trusted(
+            np.concatenate([part.region for part in parts]),
+            np.concatenate([part.offset for part in parts]),
+            np.concatenate([part.length for part in parts]),
+        )
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_bounds(self, lengths: Mapping[int, int], what: str = "a segment list") -> None:
+        """Raise :class:`~kvbaton.errors.SegmentError` for the first segment outside its region (C3.6).
+
+        ``lengths``: region id to length in bytes.
+        """
+        if not len(self):
+            return
+        ids = np.array(sorted(lengths), dtype=np.int64)
+        sizes = np.array([lengths[int(id)] for id in ids], dtype=np.int64)
+        if not len(ids):
+            raise SegmentError(f"C3.6: {what} has segments, but there are no regions", segment=0)
+        at = np.minimum(np.searchsorted(ids, self.region), len(ids) - 1)
+        bad = (ids[at] != self.region) | (self.offset > sizes[at] - self.length)  # cannot overflow
+        if bad.any():
+            first = int(np.argmax(bad))
+            region, offset, length = self.triples()[first]
+            size = lengths.get(region)
+            inside = "is not registered" if size is None else f"has {size} bytes"
+            raise SegmentError(
+                f"C3.6: {what}, segment {first}: {length} bytes at offset {offset} of region {region}, which {inside}",
+                segment=first, region=region, offset=offset, length=length,
+            )  # fmt: skip
+
+    def disjoint(self) -> bool:
+        """Whether no byte is in two of the segments (C3.2)."""
+        if len(self) < 2:
+            return True
+        order = np.lexsort((self.offset, self.region))
+        region, offset, length = self.region[order], self.offset[order], self.length[order]
+        same = region[1:] == region[:-1]
+        return not bool(np.any(same & (offset[1:] < offset[:-1] + length[:-1])))
+
+    # -- the wire ------------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """Compact form: three little-endian columns, 20 bytes per segment."""
+        return (
+            self.region.astype("<i4").tobytes() + self.offset.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Segments:
+        """From :meth:`to_bytes`.  Raises :class:`~kvbaton.errors.SegmentError` for anything else."""
+        count, rest = divmod(len(data), 20)
+        if rest:
+            raise SegmentError(f"C9.3: {len(data)} bytes are no segment list: 20 bytes each are expected")
+        region = np.frombuffer(data, "<i4", count, 0)
+        offset = np.frombuffer(data, "<i8", count, 4 * count)
+        length = np.frombuffer(data, "<i8", count, 12 * count)
+        return cls(region.astype(np.int32), offset.astype(np.int64), length.astype(np.int64))
+
+
+def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise SegmentError(f"C3.6: a column of shape {array.shape}: one dimension is needed")
+    if array.dtype.kind not in "iu" and array.size:
+        raise SegmentError(f"C3.6: a column of {array.dtype}: integers are needed")
+    if array.size and kind is np.int32 and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+        raise SegmentError("C3.6: a region id that does not fit 32 bits")
+    return np.ascontiguousarray(array, dtype=kind)
+
+
+_EMPTY = Segments(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+# -- pairs of lists ----------------------------------------------------------------------------------------------------
+
+
+def coalesce(source: Segments, target: Segments) -> tuple[Segments, Segments]:
+    """Merge neighbours that follow each other without a gap on *both* sides.  Order is kept.
+
+    Raises :class:`~kvbaton.errors.SegmentError` unless both lists have equal count and lengths (C3.6).
+    """
+    require_equal_lengths(source, target)
+    if len(source) < 2:
+        return source, target
+    follows = _follows(source) & _follows(target)
+    if not follows.any():
+        return source, target
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    length = np.add.reduceat(source.length, starts)
+    return (
+        Segments._trusted(source.region[starts], source.offset[starts], length),
+        Segments._trusted(target.region[starts], target.offset[starts], length),
+    )
+
+
+def coalesce_one(segments: Segments) -> Segments:
+    """:func:`coalesce` of a single list."""
+    return coalesce(segments, segments)[0]
+
+
+def _follows(segments: Segments) -> npt.NDArray[np.bool_]:
+    """For each segment but the first: whether it begins where the one before it ends."""
+    end = segments.offset[:-1] + segments.length[:-1]
+    return np.asarray((segments.region[1:] == segments.region[:-1]) & (segments.offset[1:] == end))
+
+
+def split(
+    source: Segments, target: Segments, max_bytes: int, max_segments: int, *, alignment: int = 1
+) -> list[tuple[Segments, Segments]]:
+    """Batches of at most ``max_bytes`` bytes and ``max_segments`` segments, in order; no byte lost or doubled.
+
+    A segment longer than ``max_bytes`` is cut, at multiples of ``alignment`` from its start.  Empty lists give no batch.
+
+    Raises :class:`~kvbaton.errors.SegmentError` for unequal lists, or limits below 1 (``max_bytes`` below ``alignment``).
+    """
+    require_equal_lengths(source, target)
+    grain = max_bytes - max_bytes % alignment if alignment > 0 else 0
+    if grain < 1 or max_segments < 1:
+        raise SegmentError(
+            f"a chunk of at most {max_bytes} bytes (alignment {alignment}) and {max_segments} segments holds nothing"
+        )
+    if not len(source):
+        return []
+    if int(source.length.max()) > grain:
+        source, target = _cut(source, target, grain)
+    ends = np.cumsum(source.length)
+    batches = []
+    first, sent, count = 0, 0, len(source)
+    while first < count:
+        # one step per batch, not per segment
+        last = int(np.searchsorted(ends, sent + max_bytes, side="right"))
+        last = min(max(last, first + 1), first + max_segments, count)
+        batches.append((source[first:last], target[first:last]))
+        first, sent = last, int(ends[last - 1])
+    return batches
+
+
+def _cut(source: Segments, target: Segments, grain: int) -> tuple[Segments, Segments]:
+    pieces = -(-source.length // grain)
+    index = np.repeat(np.arange(len(source)), pieces)
+    first = np.concatenate(([0], np.cumsum(pieces)[:-1]))
+    shift = (np.arange(len(index)) - first[index]) * grain
+    length = np.minimum(source.length[index] - shift, grain)
+    return (
+        Segments._trusted(source.region[index], source.offset[index] + shift, length),
+        Segments._trusted(target.region[index], target.offset[index] + shift, length),
+    )
+
+
+def require_equal_lengths(source: Segments, target: Segments) -> None:
+    """Raise :class:`~kvbaton.errors.SegmentError` unless both lists pair up (C3.6)."""
+    if len(source) != len(target):
+        raise SegmentError(f"C3.6: {len(source)} source segments and {len(target)} target segments do not pair up")
+    if source.length is not target.length and not np.array_equal(source.length, target.length):
+        at = int(np.argmax(source.length != target.length))
+        raise SegmentError(
+            f"C3.6: segment {at} has {int(source.length[at])} bytes at the source and {int(target.length[at])} at the target",
+            segment=at,
+        )
