@@ -157,13 +157,11 @@ class Source:
             return [Ignored(transfer, "Ack", "unknown transfer")]
         if record.phase is _PREFILLING:
             return self._violated(record, "C7.2", "Ack before Commit")
-        known = record.phase is _DRAINING
-        proved = record.unproven
+        if record.phase is _DRAINING and record.acked:
+            return [Ignored(transfer, "Ack", "repeated")]
         self._prove_targets(record)
-        if known and not proved:
-            return [Ignored(transfer, "Ack", "already draining")]
         effects: Effects = [Acknowledge(transfer), Milestone(transfer, Milestones.ACKNOWLEDGED)]
-        if not known:
+        if record.phase is _COMMITTED:
             self._move(record, _DRAINING)
         self._retire_if_quiet(record, effects)
         return effects
