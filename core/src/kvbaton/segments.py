@@ -1,8 +1,8 @@
 """Segments: contiguous runs of bytes inside registered regions, as numpy columns.
 
-A chunk pairs a *source* list with a *target* list of equal count and equal lengths (C3.6).  Everything here is vectorised:
-a request of some thousand tokens has tens of thousands of descriptors, and a Python loop over them is a defect.
-All values are immutable and safe to share between threads.
+A chunk pairs a *source* list with a *target* list of equal count and equal lengths (C3.6).  Everything here is
+vectorised: a request of some thousand tokens has tens of thousands of descriptors, and a Python loop over them is a
+defect. All values are immutable and safe to share between threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Segments:
     """Runs of bytes ``(region, offset, length)``: columns int32, int64, int64, C-contiguous, read-only, shape ``[n]``.
 
     The constructor takes ownership of arrays that already have those types (they are made read-only, not copied).
-    Raises :class:`~kvbaton.errors.SegmentError` for columns of unequal length, negative offsets, or lengths below 1 (C3.6).
+    Raises :class:`~kvbaton.errors.SegmentError` for columns of unequal length, negative offsets, or lengths below 1
+    (C3.6).
     """
 
     __slots__ = ("length", "offset", "region")
@@ -42,8 +43,8 @@ class Segments:
         if len(columns[0]) and (columns[2].min() < 1 or columns[1].min() < 0):
             at = int(np.argmax((columns[2] < 1) | (columns[1] < 0)))
             raise SegmentError(
-                f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}: offsets are at least"
-                " 0, lengths at least 1",
+                f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}: "
+                " offsets are at least 0, lengths at least 1",
                 segment=at,
             )
         self._adopt(*columns)
@@ -161,7 +162,9 @@ class Segments:
     def to_bytes(self) -> bytes:
         """Compact form: three little-endian columns, 20 bytes per segment."""
         return (
-            self.region.astype("<i4").tobytes() + self.offset.astype("<i8").tobytes() + self.length.astype("<i8").tobytes()
+            self.region.astype("<i4").tobytes()
+            + self.offset.astype("<i8").tobytes()
+            + self.length.astype("<i8").tobytes()
         )
 
     @classmethod
@@ -228,9 +231,11 @@ def split(
 ) -> list[tuple[Segments, Segments]]:
     """Batches of at most ``max_bytes`` bytes and ``max_segments`` segments, in order; no byte lost or doubled.
 
-    A segment longer than ``max_bytes`` is cut, at multiples of ``alignment`` from its start.  Empty lists give no batch.
+    A segment longer than ``max_bytes`` is cut, at multiples of ``alignment`` from its start.  Empty lists give no
+    batch.
 
-    Raises :class:`~kvbaton.errors.SegmentError` for unequal lists, or limits below 1 (``max_bytes`` below ``alignment``).
+    Raises :class:`~kvbaton.errors.SegmentError` for unequal lists, or limits below 1 (``max_bytes`` below
+    ``alignment``).
     """
     require_equal_lengths(source, target)
     grain = max_bytes - max_bytes % alignment if alignment > 0 else 0
@@ -273,6 +278,6 @@ def require_equal_lengths(source: Segments, target: Segments) -> None:
     if source.length is not target.length and not np.array_equal(source.length, target.length):
         at = int(np.argmax(source.length != target.length))
         raise SegmentError(
-            f"C3.6: segment {at} has {int(source.length[at])} bytes at the source and {int(target.length[at])} at the target",
+            f"C3.6: segment {at} has {int(source.length[at])} bytes at the source, {int(target.length[at])} at the target",
             segment=at,
         )

@@ -258,10 +258,12 @@ class EngineLoop:
                 case Nudge() | Quit():
                     pass
         except Exception as error:
-            transfer = _subject(command)
+            subject = _subject(command)
             # a release that raises leaves memory in doubt: that is the engine's end, not one transfer's
-            fatal = transfer is None or isinstance(command, Release | Suspend)
-            self._report(EngineFailed(error) if fatal or transfer is None else CommandFailed(transfer, error))
+            if subject is None or isinstance(command, Release | Suspend):
+                self._report(EngineFailed(error))
+            else:
+                self._report(CommandFailed(subject, error))
 
 
 def _subject(command: Command) -> TransferId | None:
