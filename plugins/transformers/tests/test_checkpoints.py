@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvbaton.errors import ModelError, ModelNotFound, UnsupportedModel
@@ -276,6 +277,27 @@ def test_a_converted_gguf_file_is_not_read_again(gguf_source: Path, monkeypatch:
     monkeypatch.setattr(gguf.GGUFReader, "__init__", read)
     checkpoints.load(str(gguf_source))
     checkpoints.load_tokenizer(str(gguf_source))
+
+
+def test_who_waited_for_a_conversion_uses_it(gguf_source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes start on a file that neither has converted; the second gets the lock when the first is done."""
+    conversions = []
+    convert = checkpoints._Gguf._convert
+
+    def counted(place: checkpoints._Gguf) -> None:
+        conversions.append(place)
+        convert(place)
+
+    class Waited(FileLock):
+        def __enter__(self) -> Waited:
+            if not list(converted(cache)):
+                counted(checkpoints._Gguf(gguf_source))
+            return super().__enter__()
+
+    monkeypatch.setattr(checkpoints._Gguf, "_convert", counted)
+    monkeypatch.setattr(checkpoints, "FileLock", Waited)
+    checkpoints.prepare(str(gguf_source))
+    assert len(conversions) == 1
 
 
 def test_a_changed_gguf_file_is_converted_anew(gguf_source: Path, cache: Path, tmp_path: Path) -> None:
