@@ -8,7 +8,7 @@ What every channel guarantees, whichever implementation carries it (C9.4, C1.4, 
 - first-in first-out and lossless in both directions, or *lost*: each envelope carries the sender's epoch and a number
   counted per channel and direction from 1.  A gap makes the channel lost, a repeat is dropped and counted, an envelope
   of another epoch is refused and counted;
-- lost is final.  What was received in order before the loss is still delivered, nothing after it;
+- lost is final.  What arrived in order before the loss is still delivered, nothing after a gap;
 - input that is malformed, oversized or from nobody we know is refused and counted; none of it raises.
 
 No order is promised between channels, or between control and data.  Lost is not fenced (C6.4): a lost channel says
@@ -23,9 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from kvbaton.identity import PeerId
+from kvbaton.messages import Message
 
 __all__ = [
     "ChannelEvent",
@@ -42,7 +41,7 @@ class Received:
     """One message, the next of its channel."""
 
     peer: PeerId
-    message: msgspec.Struct
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +58,13 @@ ChannelEvent = Received | ChannelLost
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Totals since the channel was made.  ``dropped`` counts by (family, reason); input that could not be read as a
+    """Totals since the channels were made.  ``dropped`` counts by (family, reason); input that could not be read as a
     message has the family ``unknown``.
 
-    Reasons: ``malformed``, ``oversized``, ``unknown-peer`` (nobody we expect), ``stale-epoch``, ``repeat``, ``lost``
-    (arrived after the loss), ``gone-peer`` (sent to a peer that is lost or was removed).
+    Reasons: ``malformed``; ``oversized``; ``unknown-peer`` (from nobody we expect); ``stranger`` (a connection that
+    ended, by itself or for what it sent, without having said who it is); ``stale-epoch``, ``foreign-epoch`` (older, or
+    neither older nor ours); ``repeat``; ``gap`` (the envelope that showed it); ``lost`` (arrived after the loss);
+    ``gone-peer`` (sent to a peer that is lost or unknown, or on a closed channel).
     """
 
     sent: int = 0
@@ -86,7 +87,7 @@ class StageChannel(Protocol):
     def lost(self) -> str | None:
         """Why the coordinator is gone, or None while it is not.  Final.  Any thread may read it."""
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: Message) -> None:
         """Put ``message`` in line.  Never blocks; the message must not be changed afterwards.
 
         Completion: none; a message that was sent may still be lost with the channel.  On a lost or closed channel it is
@@ -94,12 +95,13 @@ class StageChannel(Protocol):
         Raises: MessageError if the message is larger than the channel accepts; nothing was sent.
         """
 
-    def receive(self) -> list[msgspec.Struct]:
+    def receive(self) -> list[Message]:
         """What has arrived, in order; empty if nothing has.  Never waits, never raises for bad input."""
 
     def wait(self, timeout: float) -> None:
-        """Return when ``receive`` may have something, after ``wake``, when the channel is lost, or after ``timeout``
-        seconds, whichever is first.  A ``wake`` before the call counts.  Spurious returns are allowed."""
+        """Return when ``receive`` may have something, after ``wake``, or after ``timeout`` seconds, whichever is first.
+        A ``wake`` since the last ``wait`` counts.  The loss of the channel wakes once.  Spurious returns are allowed;
+        on a closed channel it returns at once."""
 
     def wake(self) -> None:
         """Make the present or the next ``wait`` return at once.  From any thread; cheap when nobody waits."""
@@ -124,15 +126,15 @@ class CoordinatorChannels(Protocol):
     """
 
     def add(self, peer: PeerId) -> None:
-        """Expect ``peer`` from now on.  What is sent to it before it has connected waits and is then delivered in order.
+        """Expect ``peer`` from now on.  What is sent to it before it has connected waits, and is then sent in order.
 
-        Raises: LocalProtocolError if ``peer`` is known already, or an equal or newer epoch of its name is (C1.4).
+        Raises: LocalProtocolError if an equal or newer epoch of its name has ever been added (C1.4).
         """
 
     def remove(self, peer: PeerId) -> None:
         """Forget a peer: no event of it follows, what still arrives from it is refused and counted.  Idempotent."""
 
-    def send(self, peer: PeerId, message: msgspec.Struct) -> None:
+    def send(self, peer: PeerId, message: Message) -> None:
         """Put ``message`` in line for ``peer``.  Never blocks.  To a lost or unknown peer: dropped and counted.
 
         Raises: MessageError if the message is larger than the channel accepts; nothing was sent.

@@ -1,0 +1,534 @@
+"""Channels between processes: ZeroMQ over ``ipc://`` in a private directory.
+
+The coordinator binds one ROUTER; each stage connects one DEALER whose routing id is its name and epoch.  A stage's
+first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what was
+sent to the stage before that waits for it.  Each further frame is one encoded envelope.
+
+A connection that ends is a lost channel: nobody reconnects, since ZeroMQ drops what is under way when it ends.
+The ends are seen by the sockets' monitors.  A stage that is alive but stopped is found by ZMTP heartbeats, which the
+coordinator sends and ZeroMQ's own thread in the stage answers, however long the stage's Python computes.  Stages send
+none: a coordinator that is stopped for a while (Ctrl-Z) is no reason to die, and its end is told by the lifeline.
+
+Import this module where it is needed: it imports pyzmq.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import shutil
+import stat
+import struct
+import threading
+import time
+from collections import Counter, deque
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received, private_directory
+from kvbaton.control.bell import DescriptorBell
+from kvbaton.control.sequence import InboundSequence, Verdict
+from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, MessageError, ThreadError
+from kvbaton.identity import PeerId
+from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Envelope, Message, decode, encode, envelope, family_of
+
+_GREETING_PREFIX: Final = b"kvbaton/"
+_GREETING: Final = _GREETING_PREFIX + str(VERSION).encode()
+
+#: ``struct sockaddr_un`` holds 107 bytes and a terminating zero.
+_LONGEST_SOCKET_PATH: Final = 107
+
+#: Over a frame of more than this many times the limit ZeroMQ ends the connection; up to there it is read and counted.
+_HARD_LIMIT_FACTOR: Final = 4
+
+#: Frames handled in one ``receive``, so that a flood leaves its caller time for other things.
+_FRAMES_PER_PASS: Final = 4096
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage needs to open its channel; survives JSON.  Whoever holds one may be this stage."""
+
+    address: str
+    peer: PeerId
+    coordinator_epoch: int
+    max_message: int
+
+
+class _Exclusive:
+    """Turns the use of a socket by two threads at once, which would corrupt it, into an error (T11).
+
+    It costs a fraction of a microsecond, and the lock is the memory fence that moving a socket to another thread needs.
+    """
+
+    __slots__ = ("_lock", "_what")
+
+    def __init__(self, what: str) -> None:
+        self._lock = threading.Lock()
+        self._what = what
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ThreadError(f"{self._what} is used by two threads at once; only wake and sever may be called so")
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class _Wire:
+    """One ZeroMQ socket with its own context, its monitor and a bell: what both ends have in common."""
+
+    def __init__(self, kind: int, watched: int, max_message: int) -> None:
+        with ExitStack() as undo:
+            self.bell = DescriptorBell()
+            undo.callback(self.bell.close)
+            # one input-output thread: then the event of a connection's begin comes before its first frame
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+            undo.callback(self._context.destroy, linger=0)
+            self.socket = self._context.socket(kind)
+            # lossless or lost, never dropped (C9.4); credits bound what queues
+            self.socket.sndhwm = self.socket.rcvhwm = 0
+            self.socket.maxmsgsize = max_message * _HARD_LIMIT_FACTOR
+            self.socket.linger = 0
+            name = f"inproc://monitor-{id(self)}"
+            self.socket.monitor(name, watched)
+            self._monitor = self._context.socket(zmq.PAIR)
+            self._monitor.linger = 0
+            self._monitor.connect(name)
+            self._poll = select.poll()
+            self._fds = [self.socket.fileno(), self._monitor.fileno(), self.bell.fileno()]
+            for fd in self._fds:
+                self._poll.register(fd, select.POLLIN)
+            undo.pop_all()
+
+    def connection_events(self) -> list[tuple[int, int]]:
+        """(event, file descriptor) of the connections that began or ended, oldest first."""
+        found = []
+        while _readable(self._monitor):
+            head, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
+            found.append(struct.unpack("=Hi", head))
+        return found
+
+    def wait(self, timeout: float) -> None:
+        # ZeroMQ's descriptors are edge-triggered: asking for EVENTS both looks first and arms them
+        if not (_readable(self.socket) or _readable(self._monitor)):
+            timeout = max(timeout, 0.0)
+            # poll counts whole milliseconds, too coarse for the pauses of a pump; select takes no high descriptors
+            if timeout < 0.001 and max(self._fds) < 1024:
+                select.select(self._fds, (), (), timeout)
+            else:
+                self._poll.poll(math.ceil(timeout * 1000))
+        self.bell.hush()
+
+    def close(self, linger: float) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close(linger=int(linger * 1000))
+        self._context.term()  # waits for the linger and for the sockets' threads
+        self.bell.close()
+
+
+def _unpack(
+    data: bytes, sequence: InboundSequence, max_message: int, dropped: Counter[tuple[str, str]]
+) -> tuple[Envelope | None, str | None]:
+    """(the envelope if it is the channel's next, the gap if it shows one); what is neither was counted (C9.3)."""
+    if len(data) > max_message:
+        dropped["unknown", "oversized"] += 1
+        return None, None
+    try:
+        found = decode(data, max_message)
+    except MessageError:
+        dropped["unknown", "malformed"] += 1
+        return None, None
+    expected = sequence.expected
+    verdict = sequence.judge(found.epoch, found.seq)
+    if verdict is Verdict.NEXT:
+        return found, None
+    dropped[found.family, verdict.value] += 1
+    return None, f"C9.4: message {found.seq} came where {expected} was due" if verdict is Verdict.GAP else None
+
+
+def _pack(epoch: int, seq: int, message: Message, max_message: int) -> bytes:
+    data = encode(envelope(epoch, seq, message))
+    if len(data) > max_message:
+        raise MessageError(
+            f"C9.3: a {type(message).__name__} of {len(data)} bytes is larger than a channel accepts ({max_message});"
+            " raise control.max_message. It was not sent."
+        )
+    return data
+
+
+class _Peer:
+    __slots__ = ("backlog", "connected", "ending", "lost", "peer", "routing_id", "seq", "sequence")
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+        self.routing_id = _routing_id(peer)
+        self.sequence = InboundSequence(peer.epoch)
+        self.seq = 0
+        self.backlog: deque[bytes] = deque()
+        self.connected = False
+        #: why the connection is gone, while frames that came before may still be unread
+        self.ending: str | None = None
+        #: reported as lost
+        self.lost = False
+
+
+class ZmqCoordinatorChannels:
+    """The coordinator's ends; see :class:`~kvbaton.control.CoordinatorChannels`.
+
+    ``directory``: a private folder to make the socket's own directory in (None: the user's runtime or temporary
+    folder).  ``max_message``: bytes of one message.  ``heartbeat``: a connected stage whose process answers nothing for
+    about this many seconds is lost.  ``linger``: seconds that ``close`` gives what was sent to leave.
+
+    Ownership: a ZeroMQ context with one input-output thread, one socket, one directory; all are gone after ``close``.
+    Raises: ConfigurationError if no private directory can be made or its path is too long for a socket.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Path | None = None,
+        max_message: int = MAX_MESSAGE_BYTES,
+        heartbeat: float = 10.0,
+        linger: float = 0.5,
+        epoch: int | None = None,
+    ) -> None:
+        self._epoch = time.time_ns() if epoch is None else epoch
+        self._max_message = max_message
+        self._linger = linger
+        self._exclusive = _Exclusive("the coordinator's end of the channels")
+        self._peers: dict[PeerId, _Peer] = {}
+        self._by_routing_id: dict[bytes, _Peer] = {}
+        self._newest: dict[str, int] = {}
+        #: connections that are up, and the peer behind each that has said who it is
+        self._open: set[int] = set()
+        self._behind: dict[int, _Peer] = {}
+        self._ending: list[_Peer] = []
+        self._sent = 0
+        self._received = 0
+        self._dropped: Counter[tuple[str, str]] = Counter()
+        self._closed = False
+        with ExitStack() as undo:
+            self._directory = private_directory.make(directory)
+            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            path = self._directory / "control"
+            if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+                raise ConfigurationError(
+                    f"the control socket {path} has a path of more than {_LONGEST_SOCKET_PATH} bytes, which the system"
+                    " does not allow. Set control.dir to a shorter one.",
+                    directory=str(self._directory),
+                )
+            self._wire = _Wire(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED, max_message)
+            undo.callback(self._wire.close, 0.0)
+            socket = self._wire.socket
+            socket.router_mandatory = True  # a connection that is gone is an error, not silence
+            # half the time to ask, half to wait for the answer; no time to live for the other end (see above)
+            socket.heartbeat_ivl = max(1, int(heartbeat * 500))
+            socket.heartbeat_timeout = max(1, int(heartbeat * 500))
+            socket.heartbeat_ttl = 0
+            self._address = f"ipc://{path}"
+            socket.bind(self._address)
+            undo.pop_all()
+
+    @property
+    def directory(self) -> Path:
+        """The private directory of the socket."""
+        return self._directory
+
+    def ticket(self, peer: PeerId) -> Ticket:
+        """What the stage ``peer`` passes to ``ZmqStageChannel``."""
+        return Ticket(
+            address=self._address, peer=peer, coordinator_epoch=self._epoch, max_message=self._max_message
+        )  # fmt: skip
+
+    def add(self, peer: PeerId) -> None:
+        with self._exclusive:
+            if self._closed:
+                raise LocalProtocolError(f"the channels are closed; {peer} cannot be added")
+            if peer.epoch <= self._newest.get(peer.name, -1):
+                raise LocalProtocolError(
+                    f"C1.4: {peer} is not newer than {peer.name}@{self._newest[peer.name]:x}, which was added before",
+                    peer=peer,
+                )
+            entry = _Peer(peer)
+            self._newest[peer.name] = peer.epoch
+            self._peers[peer] = entry
+            self._by_routing_id[entry.routing_id] = entry
+
+    def remove(self, peer: PeerId) -> None:
+        with self._exclusive:
+            entry = self._peers.pop(peer, None)
+            if entry is not None:
+                del self._by_routing_id[entry.routing_id]
+                entry.lost = True
+                entry.backlog.clear()
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        with self._exclusive:
+            entry = self._peers.get(peer)
+            if entry is None or entry.lost or entry.ending or self._closed:
+                self._dropped[family_of(message), "gone-peer"] += 1
+                return
+            data = _pack(self._epoch, entry.seq + 1, message, self._max_message)
+            entry.seq += 1
+            if not entry.connected:
+                entry.backlog.append(data)
+            elif not self._post(entry, data):
+                self._dropped[family_of(message), "gone-peer"] += 1
+                return
+            self._sent += 1
+
+    def receive(self) -> list[ChannelEvent]:
+        events: list[ChannelEvent] = []
+        with self._exclusive:
+            if self._closed:
+                return events
+            # connections first: an end seen now comes after every frame that is still to be read of it
+            self._watch_connections()
+            socket = self._wire.socket
+            for _ in range(_FRAMES_PER_PASS):
+                if not _readable(socket):
+                    self._report_endings(events)
+                    return events
+                self._handle(socket.recv_multipart(zmq.NOBLOCK, copy=False), events)
+            self._wire.bell.ring()  # there may be more
+        return events
+
+    def wait(self, timeout: float) -> None:
+        with self._exclusive:
+            if not self._closed:
+                self._wire.wait(timeout)
+
+    def wake(self) -> None:
+        self._wire.bell.ring()
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics(self._sent, self._received, dict(self._dropped))
+
+    def close(self) -> None:
+        with self._exclusive:
+            if self._closed:
+                return
+            self._closed = True
+            self._wire.close(self._linger)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # -- one frame -----------------------------------------------------------------------------------------------------
+
+    def _handle(self, frames: list[zmq.Frame], events: list[ChannelEvent]) -> None:
+        entry = self._by_routing_id.get(frames[0].bytes)
+        if entry is None:
+            self._dropped["unknown", self._why_unknown(frames[0].bytes)] += 1
+            return
+        if entry.lost:
+            self._dropped["unknown", "lost"] += 1
+            return
+        if len(frames) != 2:
+            self._dropped["unknown", "malformed"] += 1
+            return
+        data = frames[1].bytes
+        if not entry.connected:
+            self._connect(entry, int(frames[1].get(zmq.SRCFD)))
+            if data.startswith(_GREETING_PREFIX):
+                if data != _GREETING:
+                    theirs, ours = data[:32].decode(errors="replace"), _GREETING.decode()
+                    reason = f"the stage speaks {theirs}, the coordinator {ours}: run one release everywhere"
+                    self._lose(entry, reason, events)
+                return
+        found, gap = _unpack(data, entry.sequence, self._max_message, self._dropped)
+        if found is not None:
+            self._received += 1
+            events.append(Received(entry.peer, found.body))
+        elif gap is not None:
+            self._lose(entry, gap, events)
+
+    def _why_unknown(self, routing_id: bytes) -> str:
+        name, _, epoch = routing_id.decode(errors="replace").rpartition("@")
+        try:
+            return "stale-epoch" if int(epoch, 16) < self._newest.get(name, 0) else "unknown-peer"
+        except ValueError:
+            return "unknown-peer"
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, entry: _Peer, fd: int) -> None:
+        """The first frame of a peer came over connection ``fd``."""
+        entry.connected = True
+        self._watch_connections()
+        before = self._behind.pop(fd, None)
+        if before is not None:
+            self._end(before, "its connection ended")  # the number was reused
+        if fd in self._open:
+            self._behind[fd] = entry
+        else:
+            self._end(entry, "its connection ended")
+        while entry.backlog and entry.ending is None:
+            self._post(entry, entry.backlog.popleft())
+
+    def _watch_connections(self) -> None:
+        for event, fd in self._wire.connection_events():
+            if event == zmq.EVENT_ACCEPTED:
+                self._open.add(fd)
+            else:
+                self._open.discard(fd)
+                entry = self._behind.pop(fd, None)
+                if entry is None:
+                    self._dropped["unknown", "stranger"] += 1
+                else:
+                    self._end(entry, "its connection ended")
+
+    def _post(self, entry: _Peer, data: bytes) -> bool:
+        try:
+            self._wire.socket.send_multipart((entry.routing_id, data), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._end(entry, "its connection ended")
+            return False
+        return True
+
+    def _end(self, entry: _Peer, reason: str) -> None:
+        if entry.ending is None and not entry.lost:
+            entry.ending = reason
+            self._ending.append(entry)
+            self._wire.bell.ring()
+
+    def _report_endings(self, events: list[ChannelEvent]) -> None:
+        # only after everything that had arrived was read
+        ending, self._ending = self._ending, []
+        for entry in ending:
+            self._lose(entry, entry.ending or "", events)
+
+    def _lose(self, entry: _Peer, reason: str, events: list[ChannelEvent]) -> None:
+        if not entry.lost:
+            entry.lost = True
+            entry.backlog.clear()
+            events.append(ChannelLost(entry.peer, reason))
+
+
+class ZmqStageChannel:
+    """A stage's end; see :class:`~kvbaton.control.StageChannel`.
+
+    ``linger``: seconds that ``close`` gives what was sent to leave.
+
+    Raises: ConfigurationError if the socket's directory is not private to this user, ConnectError if nobody is there.
+    """
+
+    def __init__(self, ticket: Ticket, *, linger: float = 2.0) -> None:
+        self._ticket = ticket
+        self._linger = linger
+        self._exclusive = _Exclusive(f"the channel of {ticket.peer}")
+        self._sequence = InboundSequence(ticket.coordinator_epoch)
+        self._seq = 0
+        self._lost: str | None = None
+        self._lost_lock = threading.Lock()
+        self._sent = 0
+        self._received = 0
+        self._dropped: Counter[tuple[str, str]] = Counter()
+        self._closed = False
+        if ticket.address.startswith("ipc://"):
+            _check_socket(Path(ticket.address.removeprefix("ipc://")))
+        with ExitStack() as undo:
+            self._wire = _Wire(zmq.DEALER, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED, ticket.max_message)
+            undo.callback(self._wire.close, 0.0)
+            socket = self._wire.socket
+            socket.routing_id = _routing_id(ticket.peer)
+            socket.reconnect_ivl = -1
+            socket.connect(ticket.address)
+            socket.send(_GREETING)
+            undo.pop_all()
+
+    @property
+    def peer(self) -> PeerId:
+        return self._ticket.peer
+
+    @property
+    def lost(self) -> str | None:
+        return self._lost
+
+    def send(self, message: Message) -> None:
+        with self._exclusive:
+            if self._lost is not None or self._closed:
+                self._dropped[family_of(message), "gone-peer"] += 1
+                return
+            data = _pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message)
+            try:
+                self._wire.socket.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                # the socket has no connection any more, and will have no other
+                self._dropped[family_of(message), "gone-peer"] += 1
+                self.sever("the connection to the coordinator ended")
+                return
+            self._seq += 1
+            self._sent += 1
+
+    def receive(self) -> list[Message]:
+        messages: list[Message] = []
+        with self._exclusive:
+            if self._closed:
+                return messages
+            if self._wire.connection_events():
+                self.sever("the connection to the coordinator ended")
+            socket = self._wire.socket
+            while len(messages) < _FRAMES_PER_PASS and _readable(socket):
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 1:
+                    self._dropped["unknown", "malformed"] += 1
+                    continue
+                found, gap = _unpack(frames[0], self._sequence, self._ticket.max_message, self._dropped)
+                if found is not None:
+                    self._received += 1
+                    messages.append(found.body)
+                elif gap is not None:
+                    self.sever(gap)
+        return messages
+
+    def wait(self, timeout: float) -> None:
+        with self._exclusive:
+            if not self._closed:
+                self._wire.wait(timeout)
+
+    def wake(self) -> None:
+        self._wire.bell.ring()
+
+    def sever(self, reason: str) -> None:
+        with self._lost_lock:
+            if self._lost is None:
+                self._lost = reason
+        self._wire.bell.ring()
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics(self._sent, self._received, dict(self._dropped))
+
+    def close(self) -> None:
+        with self._exclusive:
+            if self._closed:
+                return
+            self._closed = True
+            self._wire.close(self._linger if self._lost is None else 0.0)
+
+
+def _routing_id(peer: PeerId) -> bytes:
+    found = f"{peer.name}@{peer.epoch:x}".encode()
+    if not 1 <= len(found) <= 255 or found[0] == 0:
+        raise LocalProtocolError(f"a stage cannot be called {peer.name!r}: its ZeroMQ routing id would be too long")
+    return found
+
+
+def _check_socket(path: Path) -> None:
+    private_directory.check(path.parent)
+    try:
+        is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
+    except OSError as error:
+        raise ConnectError(f"there is no coordinator at {path}: {error}", address=str(path)) from error
+    if not is_socket:
+        raise ConnectError(f"there is no coordinator at {path}: it is not a socket", address=str(path))
