@@ -264,7 +264,7 @@ class KVMap:
         planes = len(self._planes)
         if len(source_tables) != planes or len(destination_tables) != planes:
             raise SegmentError(
-                f"C3.2: {len(source_tables)} source and {len(destination_tables)} destination tables for {planes} planes"
+                f"C3.2: {len(source_tables)} source and {len(destination_tables)} target tables for {planes} planes"
             )
         if start == end:
             return Segments.empty(), Segments.empty()

@@ -278,6 +278,6 @@ def require_equal_lengths(source: Segments, target: Segments) -> None:
     if source.length is not target.length and not np.array_equal(source.length, target.length):
         at = int(np.argmax(source.length != target.length))
         raise SegmentError(
-            f"C3.6: segment {at} has {int(source.length[at])} bytes at the source, {int(target.length[at])} at the target",
+            f"C3.6: segment {at} has {int(source.length[at])} bytes here, {int(target.length[at])} at the target",
             segment=at,
         )
