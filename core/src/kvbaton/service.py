@@ -147,15 +147,15 @@ class Service:
 
         def connect() -> tuple[CoordinatorChannels, Launcher]:
             if placement.launch == "inproc":
-                from kvbaton.control.inproc import InprocChannels
+                from kvbaton.control.inproc import InprocCoordinatorChannels
                 from kvbaton.launch.inproc import InprocLauncher
 
-                channels = InprocChannels()
+                channels = InprocCoordinatorChannels()
                 return channels, InprocLauncher(channels)
-            from kvbaton.control.zmq import ZmqChannels
+            from kvbaton.control.zmq import ZmqCoordinatorChannels
             from kvbaton.launch.process import ProcessLauncher
 
-            sockets = ZmqChannels(settings.control.dir, max_message=settings.control.max_message)
+            sockets = ZmqCoordinatorChannels(settings.control.dir, max_message=settings.control.max_message)
             return sockets, ProcessLauncher(sockets)
 
         service = cls(settings, hooks, progress, connect, specs)
