@@ -142,7 +142,10 @@ def _source_events(machine: real_so.Source, kind: str, arg: Any, count: int) -> 
         return machine.stop()
     if kind == so.DEVICE_READY:
         before = machine.phase(T)
+        computing = machine.chunks(T).get(arg) is ChunkState.COMPUTING
         effects = machine.source_ready(T, arg)
+        if not computing:
+            return effects
         if before is SourcePhase.PREFILLING:
             agree(fx.Post(T, arg) in effects, "a ready chunk was not handed to the connector", effects)
             following = machine.next_sequence(T)

@@ -77,7 +77,7 @@ def settle(w: world.World, config: world.Config, seed: int) -> None:
 
 
 @pytest.mark.clause("C2.1", "C2.5", "C4.1", "C4.2", "C5.1", "C5.2", "C5.3", "C6.2", "C6.4", "C7.1", "C7.2", "C1.3")
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m['guard']}-{m['config']}-{len(m['steps'])}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{n}-{m['guard']}-{m['config']}" for n, m in enumerate(MUTANTS)])
 def test_what_breaks_a_protocol_without_one_guard_does_not_break_ours(mutant):
     config = BY_NAME[mutant["config"]]
     with oracle.real_machines(config):

@@ -157,8 +157,8 @@ class Source:
             return [Ignored(transfer, "Ack", "unknown transfer")]
         if record.phase is _PREFILLING:
             return self._violated(record, "C7.2", "Ack before Commit")
-        if record.phase is _DRAINING and record.acked:
-            return [Ignored(transfer, "Ack", "repeated")]
+        if record.phase is _DRAINING and (record.acked or not record.closed or record.queued):
+            return [Ignored(transfer, "Ack", "repeated, or it never committed")]
         self._prove_targets(record)
         effects: Effects = [Acknowledge(transfer), Milestone(transfer, Milestones.ACKNOWLEDGED)]
         if record.phase is _COMMITTED:
