@@ -1,0 +1,97 @@
+"""The main program of a stage's process: ``python -P -m kvbaton.launch.worker``, started by ``launch.process`` only.
+
+Standard input brings one line of JSON, the ``Order``, and then stays open as the lifeline.  What the stage prints, on
+either stream, goes to the launcher's log: the application's own output is never touched.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+
+import msgspec
+
+from kvbaton.control.zmq import Ticket, ZmqStageChannel
+from kvbaton.errors import ConfigurationError
+from kvbaton.launch import StageSpec
+from kvbaton.launch.entry import resolve
+from kvbaton.launch.lifeline import ProcessLifeline
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells a stage's process.
+
+    ``path``: the launcher's module search path, so that the entry is found where the application would find it.
+    ``orphan_grace``: seconds after which a stage without a coordinator is ended if it has not ended by itself.
+    """
+
+    spec: StageSpec
+    ticket: Ticket
+    coordinator_pid: int
+    path: list[str]
+    orphan_grace: float
+
+
+def main() -> int:
+    """Be the stage that standard input describes."""
+    # Ctrl-C is the application's affair, which stops its stages in order; some tools signal a whole tree of processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    pipe = os.dup(0)  # not inheritable, as every descriptor that Python makes
+    _null_over(0)
+    line = _read_line(pipe)
+    if not line:
+        os.close(pipe)
+        print("the launcher went away before it had said what to do", file=sys.stderr)
+        return 1
+    order = msgspec.json.decode(line, type=Order)
+    sys.path[:] = order.path
+
+    def severed() -> None:
+        # nobody reads the log any more: writing to it would raise in whoever drains
+        _null_over(1)
+        _null_over(2)
+        # C6.6: the stage ends itself; should it hang, even in native code that never lets Python run, this ends it
+        faulthandler.dump_traceback_later(order.orphan_grace, exit=True)
+
+    lifeline = ProcessLifeline(pipe, order.coordinator_pid, severed)
+    try:
+        entry = resolve(order.spec.entry)
+        channel = ZmqStageChannel(order.ticket)
+        lifeline.watch(lambda: channel.sever(lifeline.cut or ""))
+        try:
+            return entry(order.spec, channel, lifeline)
+        finally:
+            channel.close()
+    except ConfigurationError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        lifeline.close()
+
+
+def _null_over(fd: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd)
+    os.close(null)
+
+
+def _read_line(fd: int) -> bytes:
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        # the launcher writes one line and no more, so that reading ahead takes nothing from the lifeline
+        data = os.read(fd, 1 << 16)
+        if not data:
+            return b""
+        found += data
+    return bytes(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Tiny stages for the tests of launchers and channels.  Each stands for one way in which a stage behaves."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from kvbaton.messages import Call, Fatal, Stop
+
+
+def echo(spec, channel, lifeline):
+    """Sends back what it receives; ends on Stop, or with status 7 when the coordinator is gone."""
+    while channel.lost is None:
+        for message in channel.receive():
+            if isinstance(message, Stop):
+                return 0
+            channel.send(message)
+        channel.wait(10.0)
+    _note(spec, f"lost: {channel.lost}")
+    return 7
+
+
+def echo_then_linger(spec, channel, lifeline):
+    """Like echo; when the coordinator is gone it still prints a lot, as a draining stage may."""
+    echo(spec, channel, lifeline)
+    for _ in range(1000):
+        print("draining" * 100)
+        print("draining" * 100, file=sys.stderr)
+    _note(spec, "drained")
+    return 0
+
+
+def crash(spec, channel, lifeline):
+    print("about to divide")
+    return 1 // 0
+
+
+def leave(spec, channel, lifeline):
+    """Speaks last words on every way out, then ends with the status it was told."""
+    channel.send(Fatal("leaving"))
+    print("printed", end="")
+    sys.stdout.flush()
+    print("\nwarned", file=sys.stderr)
+    os.write(2, b"raw, without an end")
+    return int(spec.settings["status"])
+
+
+def hang(spec, channel, lifeline):
+    """Says that it is there and then looks at nothing any more."""
+    channel.send(Fatal(str(os.getpid())))
+    threading.Event().wait()
+
+
+def hang_with_child(spec, channel, lifeline):
+    """Leaves a process of its own behind, in its group and with its output open."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    channel.send(Fatal(str(child.pid)))
+    threading.Event().wait()
+
+
+def describe(spec, channel, lifeline):
+    """Tells about the process it runs in."""
+    facts = {
+        "settings": dict(spec.settings),
+        "role": spec.role,
+        "index": spec.index,
+        "session": os.getsid(0),
+        "pid": os.getpid(),
+        "device": os.environ.get("STAGE_DEVICE"),
+        "stdin": os.read(0, 1).decode(),
+        "fds": sorted(str(os.readlink(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd") if _is_open(fd)),
+    }
+    channel.send(Call("facts", "test", "facts", facts))
+    return 0
+
+
+def flood(spec, channel, lifeline):
+    """Prints without end."""
+    channel.send(Fatal("flooding"))
+    line = "x" * 99
+    while channel.lost is None:
+        print(line)
+
+
+def obedient(spec, channel, lifeline):
+    """Ends when its lifeline is cut, whatever the channel says."""
+    channel.send(Fatal("there"))
+    while not lifeline.wait(10.0):
+        pass
+    return 5
+
+
+def _note(spec, text):
+    if "note" in spec.settings:
+        path = Path(spec.settings["note"])
+        partial = path.with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(path)
+
+
+def _is_open(fd):
+    return Path(f"/proc/self/fd/{fd}").is_symlink()
+
+
+def slow_start(spec, channel, lifeline):
+    """Computes without looking at anything for a while (in native code, the GIL released)."""
+    time.sleep(float(spec.settings["seconds"]))
+    return echo(spec, channel, lifeline)
