@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -222,6 +223,19 @@ def test_tiny_models_have_names(name: str) -> None:
     assert first.identity == second.identity
     tokenizer = checkpoints.load_tokenizer(name)
     assert tokenizer.decode(tokenizer.encode("añ\n")) == "añ\n"
+
+
+def test_stages_of_one_process_may_load_at_once() -> None:
+    """transformers sets torch's default dtype while it builds; no other thread may build with it."""
+    wanted = ["float32", "bfloat16"] * 8
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda dtype: checkpoints.load("tiny-qwen", dtype=dtype), wanted))
+    assert torch.get_default_dtype() is torch.float32
+    for checkpoint, dtype in zip(loaded, wanted, strict=True):
+        expected = checkpoints.load("tiny-qwen", dtype=dtype)
+        assert all(torch.equal(tensor, weights(expected)[name]) for name, tensor in weights(checkpoint).items())
+        rotary = {name: buffer.dtype for name, buffer in checkpoint.decoder.named_buffers()}
+        assert rotary == {name: buffer.dtype for name, buffer in expected.decoder.named_buffers()}
 
 
 def test_random_weights_of_a_configuration(tmp_path: Path) -> None:

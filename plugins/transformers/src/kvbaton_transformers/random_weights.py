@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
+from kvbaton_transformers.support import BUILDING
+
 #: In the tiny models every byte is a token, so that text needs no vocabulary file.
 BYTES = 256
 
@@ -18,7 +20,7 @@ def random_model(
     Matrices and biases are normal with deviation ``config.initializer_range``, norms as the model's own code sets
     them.  Equal seed, dtype and kind of device give equal weights, whatever else draws random numbers meanwhile.
     """
-    with torch.device(device):
+    with BUILDING, torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
     std = config.get_text_config().initializer_range

@@ -9,6 +9,7 @@ allows that.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,10 @@ from transformers.cache_utils import DynamicLayer
 
 from kvbaton.errors import UnsupportedModel
 from kvbaton_transformers.paged import KVShape
+
+#: Held while transformers builds or loads a model: it sets torch's default dtype meanwhile, which is every thread's,
+#: and the stages of one process may load at once.
+BUILDING = threading.RLock()
 
 _WINDOWS = "sliding-window or chunked attention (a layer forgets tokens, the paged cache keeps all)"
 _RECURRENT = "recurrent state (a layer keeps a running state instead of KV per token)"
@@ -54,7 +59,7 @@ def check(config: PretrainedConfig, source: str = "") -> None:
     if missing:
         raise _unsupported(config, source, [f"it needs {what}" for what in missing], missing)
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
         reason = f"transformers cannot build it ({type(error).__name__}: {error})"
