@@ -66,6 +66,8 @@ class _Tracked:
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     milestones: dict[str, float] = field(default_factory=dict)
+    #: When this loop sent each stage its creating message: where that stage's own clock starts.
+    sent: dict[str, float] = field(default_factory=dict)
     chunks: int = 0
     segments: int = 0
     nbytes: int = 0
@@ -155,7 +157,7 @@ class Service:
             from kvbaton.control.zmq import ZmqCoordinatorChannels
             from kvbaton.launch.process import ProcessLauncher
 
-            sockets = ZmqCoordinatorChannels(settings.control.dir, max_message=settings.control.max_message)
+            sockets = ZmqCoordinatorChannels(directory=settings.control.dir, max_message=settings.control.max_message)
             return sockets, ProcessLauncher(sockets)
 
         service = cls(settings, hooks, progress, connect, specs)
@@ -476,7 +478,7 @@ class Service:
                 case fx.Join(peer):
                     self._expected.add(peer)
                 case fx.Fault(transfer, cause):
-                    _log.error("%s", cause)
+                    _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s", cause)
                     error = TransferFailed(cause, transfer=transfer) if transfer else KvbatonError(cause)
                     self._hooks.tell("kvbaton_fault", error=error, transfer=transfer, request=None, stage=None)
                 case fx.Ignored(transfer, event, reason):
@@ -550,12 +552,14 @@ class Service:
         tracked.milestones[reached.milestone] = at
         if reached.milestone == Milestones.COMMITTED:
             tracked.chunks, tracked.segments, tracked.nbytes = reached.chunks, reached.segments, reached.nbytes
-        # a stage counts from its creating message, which left when the milestone before it was reached here
-        anchor = Milestones.PLACED if stage == tracked.decode else Milestones.RESERVED
-        start = tracked.milestones.get(anchor)
+        if reached.milestone == Milestones.PLACED:
+            tracked.sent[tracked.decode] = at
+        elif reached.milestone == Milestones.RESERVED:
+            tracked.sent[tracked.prefill] = at
+        start = tracked.sent.get(stage)
         for name, seconds in reached.timings.items():
-            if start is not None:
-                tracked.milestones.setdefault(name, min(start + seconds, at))
+            if start is not None:  # the stage's own word, but never later than we heard it
+                tracked.milestones[name] = min(start + seconds, at)
 
     def _choose_pair(self, key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair | None:
         if self._hooks:

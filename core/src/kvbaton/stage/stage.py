@@ -296,7 +296,8 @@ class Stage(ABC):
                     self._mark(transfer, name)
                 case fx.Fault(transfer, cause):
                     self._counts["faults"] += 1
-                    _log.warning("%s: %s%s", self.peer, cause, f" (transfer {transfer})" if transfer else "")
+                    # the coordinator hears of it, and the caller from there
+                    _log.info("%s: %s%s", self.peer, cause, f" (transfer {transfer})" if transfer else "")
                 case fx.Ignored(_, event, reason):
                     self._counts["ignored"] += 1
                     _log.debug("%s: ignored %s: %s", self.peer, event, reason)
