@@ -49,7 +49,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_u
 # -- transfer family --------------------------------------------------------------------------------------------------
 
 
-class Reserve(_Message):
+class Reserve(_Message, frozen=True):
     """C to D: hold memory for ``transfer``; creates D's record.
 
     ``budget``: blocks at the worst, prompt plus permitted growth (C2.4).  ``source``: the peer that will write;
@@ -63,7 +63,7 @@ class Reserve(_Message):
     source: PeerId
 
 
-class Reserved(_Message):
+class Reserved(_Message, frozen=True):
     """D to C: memory is held, frozen and locally quiet (C2.2, C2.7)."""
 
     reservation: Reservation
@@ -73,7 +73,7 @@ class Reserved(_Message):
         return self.reservation.transfer
 
 
-class Rejected(_Message):
+class Rejected(_Message, frozen=True):
     """D to C: nothing is held; D's part is over before it began.  ``retry``: it could fit later (C2.6)."""
 
     transfer: WireTransferId
@@ -81,7 +81,7 @@ class Rejected(_Message):
     retry: bool = False
 
 
-class Prefill(_Message):
+class Prefill(_Message, frozen=True):
     """C to P: compute the prompt and send it into ``reservation`` at ``destination``; creates P's record."""
 
     transfer: WireTransferId
@@ -91,14 +91,14 @@ class Prefill(_Message):
     destination: PeerId
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True):
     """P to C: ``chunks`` chunks were computed so far.  Renews a deadline; nothing else depends on it."""
 
     transfer: WireTransferId
     chunks: int
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True):
     """P to C to D: every chunk was submitted and there are ``count`` of them, at least one.
 
     ``segments``, ``nbytes`` and ``timings`` are statistics: two commits are equal when their counts are (C7.1).
@@ -111,27 +111,27 @@ class Commit(_Message):
     timings: Timings = {}
 
 
-class Received(_Message):
+class Received(_Message, frozen=True):
     """D to C: the count is known and a receipt for every sequence below it is in (C4.2)."""
 
     transfer: WireTransferId
     timings: Timings = {}
 
 
-class Ack(_Message):
+class Ack(_Message, frozen=True):
     """C to P: D has received everything; P may retire when it is quiet (C4.1)."""
 
     transfer: WireTransferId
 
 
-class Activated(_Message):
+class Activated(_Message, frozen=True):
     """D to C: the request has a compute slot.  A milestone to show; no machine depends on it."""
 
     transfer: WireTransferId
     timings: Timings = {}
 
 
-class Output(_Message):
+class Output(_Message, frozen=True):
     """D to C: new tokens; ``position`` counts output tokens from 0.  ``exit_depths`` is empty or as long as
     ``token_ids``.
     """
@@ -142,14 +142,14 @@ class Output(_Message):
     exit_depths: tuple[int, ...] = ()
 
 
-class Finished(_Message):
+class Finished(_Message, frozen=True):
     """D to C: the last output was sent; terminal for the caller.  D's device may still run."""
 
     transfer: WireTransferId
     reason: FinishReason
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True):
     """P or D to C: cannot complete here.  Early news, not a release: the sender keeps its memory and drains.
 
     ``missing``: sequences without evidence, at most :data:`MAX_MISSING`.  ``culprit``: a writer that may have hit
@@ -162,19 +162,19 @@ class Failed(_Message):
     culprit: PeerId | None = None
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """C to P and D: stop.  P drains; D keeps what a writer may still touch (C5.2)."""
 
     transfer: WireTransferId
 
 
-class Release(_Message):
+class Release(_Message, frozen=True):
     """C to D: no writer is left for this transfer: stop and free (C5.2)."""
 
     transfer: WireTransferId
 
 
-class Retired(_Message):
+class Retired(_Message, frozen=True):
     """P or D to C: the sender holds nothing of the transfer any more.  From P it is also "I write no more"."""
 
     transfer: WireTransferId
@@ -184,7 +184,7 @@ class Retired(_Message):
 # -- peer family ------------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """Stage to C, first on its channel: who it is, what it can hold and how it is reached (an encoded ``Endpoint``)."""
 
     peer: PeerId
@@ -193,19 +193,19 @@ class Hello(_Message):
     endpoint: bytes
 
 
-class Connect(_Message):
+class Connect(_Message, frozen=True):
     """C to stage: connect to the peer behind this encoded ``Endpoint``."""
 
     endpoint: bytes
 
 
-class Connected(_Message):
+class Connected(_Message, frozen=True):
     """Stage to C: the transport reports ``peer`` up: it accepted the stage's epoch (T2)."""
 
     peer: PeerId
 
 
-class PeerDown(_Message):
+class PeerDown(_Message, frozen=True):
     """Stage to C: the transport reports ``peer`` down.  From D with ``quiet`` it is a fence in one direction (C6.4)."""
 
     peer: PeerId
@@ -213,17 +213,17 @@ class PeerDown(_Message):
     cause: str = ""
 
 
-class Disconnect(_Message):
+class Disconnect(_Message, frozen=True):
     """C to stage: ``peer``'s process was joined; drain and close your end of its connection, then go on (C6.4)."""
 
     peer: PeerId
 
 
-class Stop(_Message):
+class Stop(_Message, frozen=True):
     """C to stage: cancel and drain everything, then exit.  The exit is joined; nothing announces it (C6.2)."""
 
 
-class Fatal(_Message):
+class Fatal(_Message, frozen=True):
     """Stage to C: this stage must not go on (quarantine bound, broken clause)."""
 
     cause: str
@@ -232,7 +232,7 @@ class Fatal(_Message):
 # -- control family ---------------------------------------------------------------------------------------------------
 
 
-class Call(_Message):
+class Call(_Message, frozen=True):
     """C to stage: a generic call (statistics, profiling, health).  Its ids are never looked up among transfers
     (C1.5).
     """
@@ -243,7 +243,7 @@ class Call(_Message):
     arguments: dict[str, Any] = {}
 
 
-class Reply(_Message):
+class Reply(_Message, frozen=True):
     """Stage to C: the result of a call, or what went wrong (``error`` is then set and ``result`` is not) (C9.2)."""
 
     control_id: str

@@ -169,7 +169,7 @@ def _source_events(machine: real_so.Source, kind: str, arg: Any, count: int) -> 
     return machine.completion(Completion(T, arg, outcome, quiet, quiet))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def step_source(record: RealSource | None, kind: str, arg: Any = None) -> tuple:
     shadow, shadow_sends, shadow_note = _MODEL_SOURCE_STEP(record.shadow if record else None, kind, arg)
     count = len(record.chunks) if record else (arg if kind == words.PREFILL else 0)
@@ -282,10 +282,8 @@ def step_destination(record: RealDestination | None, kind: str, arg: Any = None)
     return _step_destination(record, kind, arg, CONTEXT.link, CONTEXT.delayed)
 
 
-@functools.lru_cache(maxsize=None)
-def _step_destination(
-    record: RealDestination | None, kind: str, arg: Any, link: PeerLink, delayed: bool
-) -> tuple:
+@functools.cache
+def _step_destination(record: RealDestination | None, kind: str, arg: Any, link: PeerLink, delayed: bool) -> tuple:
     machine = destination_machine(record, link)
     before = machine.phase(T)
     effects = _destination_events(machine, kind, arg, delayed)
@@ -513,7 +511,9 @@ def _finish(
     agree(_by_channel(sends) == _by_channel(shadow_sends), "sent", sends, "the model", shadow_sends)
     if note:
         agree(after == book and not sends, "ignored, and yet changed", effects)
-    outcomes = Counter(effect.key for effect in effects if isinstance(effect, fx.Tell) and isinstance(effect.event, fx.Ended))
+    outcomes = Counter(
+        effect.key for effect in effects if isinstance(effect, fx.Tell) and isinstance(effect.event, fx.Ended)
+    )
     agree(all(n == 1 for n in outcomes.values()), "two outcomes at once", effects)
     return after, sends, note
 
@@ -529,7 +529,7 @@ def open_book(transfers: int, credits_p: tuple, credits_d: tuple) -> RealBook:
                     CONTEXT.external, shadow)  # fmt: skip
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def submit(book: RealBook, t: int) -> tuple:
     machine = _machine(book)
     machine._age = t
@@ -542,7 +542,7 @@ def submit(book: RealBook, t: int) -> tuple:
     return _finish(born, machine, effects, expected)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def refuse(book: RealBook, t: int) -> tuple:
     machine = _machine(book)
     effects: list = []
@@ -550,7 +550,7 @@ def refuse(book: RealBook, t: int) -> tuple:
     return _finish(book, machine, effects, (book.shadow, [], None))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def place(book: RealBook, rules: co.Rules, t: int, p: int, d: int) -> tuple:
     done: list = []
 
@@ -565,7 +565,7 @@ def place(book: RealBook, rules: co.Rules, t: int, p: int, d: int) -> tuple:
     return _finish(book, machine, effects, _MODEL_COORDINATOR["place"](book.shadow, rules, t, p, d), rules, {t: (p, d)})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def abort(book: RealBook, t: int, outcome: str = co.ABORTED) -> tuple:
     expected = _MODEL_COORDINATOR["abort"](book.shadow, t, outcome)
     if book.entries[t].phase not in co.LIVE:
@@ -574,34 +574,34 @@ def abort(book: RealBook, t: int, outcome: str = co.ABORTED) -> tuple:
     return _finish(book, machine, machine.abort(key_of(book.external[t]), 0.0), expected)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def peer_lost(book: RealBook, side: str, i: int) -> tuple:
     machine = _machine(book)
     effects = machine.peer_lost(peer(side, i), "gone", 0.0)
     return _finish(book, machine, effects, _MODEL_COORDINATOR["peer_lost"](book.shadow, side, i))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def peer_joined(book: RealBook, side: str, i: int) -> tuple:
     machine = _machine(book)
     effects = machine.peer_joined(peer(side, i), 0.0)
     return _finish(book, machine, effects, _MODEL_COORDINATOR["peer_joined"](book.shadow, side, i))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def peer_severed(book: RealBook, p: int, d: int) -> tuple:
     machine = _machine(book)
     effects = machine.handle(peer("D", d), wire.PeerDown(peer("P", p), quiet=True), 0.0)
     return _finish(book, machine, effects, _MODEL_COORDINATOR["peer_severed"](book.shadow, p, d))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def fatal(book: RealBook) -> tuple:
     machine = _machine(book)
     return _finish(book, machine, machine.fatal("enough", 0.0), _MODEL_COORDINATOR["fatal"](book.shadow))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def receive(book: RealBook, rules: co.Rules, sender: tuple, message: tuple) -> tuple:
     kind, t, arg = message
     machine = _machine(book)
@@ -613,7 +613,8 @@ def receive(book: RealBook, rules: co.Rules, sender: tuple, message: tuple) -> t
 
 _MODEL_SOURCE_STEP, _MODEL_DESTINATION_STEP = so.step, de.step
 _REAL_COORDINATOR = {
-    f.__name__: f for f in (open_book, submit, refuse, place, abort, peer_lost, peer_joined, peer_severed, fatal, receive)
+    f.__name__: f
+    for f in (open_book, submit, refuse, place, abort, peer_lost, peer_joined, peer_severed, fatal, receive)
 }
 _MODEL_COORDINATOR = {name: getattr(co, name) for name in _REAL_COORDINATOR}
 _MODEL_WORLD = {
@@ -668,7 +669,7 @@ def _peer_moves(w: world.World, config: world.Config) -> Iterator:
             for t, e in enumerate(w.book.entries):
                 if (e.p, e.d) == (p, d) and isinstance(w2.dst[t], RealDestination):
                     w2 = _to_destination(w2, config, t, WRITER_QUIET)
-            w2 = w2._replace(severed=tuple(m for m in w2.severed if m != mark) + (("quiet", p, d),))
+            w2 = w2._replace(severed=(*(m for m in w2.severed if m != mark), ("quiet", p, d)))
             if ("leaving", d) in w2.severed:
                 w2 = _exit(w2, "D", d)
             yield (f"D{d} end of P{p} is quiet",), True, w2
@@ -693,7 +694,12 @@ def real_machines(config: world.Config, delayed: bool = False) -> Iterator[None]
     legal = de.LEGAL
     changes: dict = {"_to_source": _to_source, "_to_destination": _to_destination, "_reserve": _reserve}
     if delayed:
-        changes |= {"_close_end": _close_end, "_exit": _exit, "_peer_moves": _peer_moves, "_engine_moves": _engine_moves}
+        changes |= {
+            "_close_end": _close_end,
+            "_exit": _exit,
+            "_peer_moves": _peer_moves,
+            "_engine_moves": _engine_moves,
+        }
         legal = legal | {(None, "RESERVING"), ("RESERVING", de.AWAITING), ("RESERVING", de.HELD), ("RESERVING", None)}
     try:
         # the world sees our machines where it looked for the model's
@@ -710,6 +716,5 @@ def real_machines(config: world.Config, delayed: bool = False) -> Iterator[None]
         for name, function in _MODEL_WORLD.items():
             setattr(world, name, function)
         CONTEXT.external, CONTEXT.link, CONTEXT.delayed = (), PeerLink.UP, False
-        for cache in (step_source, _step_destination, submit, refuse, place, abort, peer_lost, peer_joined, peer_severed, fatal,
-                      receive):  # fmt: skip
-            cache.cache_clear()
+        for cache in (step_source, _step_destination, *_REAL_COORDINATOR.values()):
+            getattr(cache, "cache_clear", lambda: None)()

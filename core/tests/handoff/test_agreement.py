@@ -1,7 +1,8 @@
-"""Long random event sequences, legal or not, given to the real machine and to the model's: same phase, messages, verdict.
+"""Long random event sequences, legal or not, given to the real machine and to the model's: same phase, messages,
+verdict.
 
-Unlike the world's, these sequences also contain what no correct peer does; the comparison is made inside ``oracle`` at each
-step.  A violation is refused by both and leaves the state unchanged, so the sequence goes on.
+Unlike the world's, these sequences also contain what no correct peer does; the comparison is made inside ``oracle`` at
+each step.  A violation is refused by both and leaves the state unchanged, so the sequence goes on.
 """
 
 from __future__ import annotations
@@ -98,8 +99,12 @@ def one_sequence(rng: random.Random, config: Config, seen: Counter) -> None:
             if first and not book.stopping and all(book.entries[u].phase not in co.LIVE for u in holders):
                 book = oracle.submit(book, t)[0]
         elif e.phase == co.WAITING:
-            pairs = [(p, d) for p in range(2) for d in range(2)
-                     if book.status_p[p] == book.status_d[d] == co.UP and book.credits_p[p] and book.credits_d[d]]
+            pairs = [
+                (p, d)
+                for p in range(2)
+                for d in range(2)
+                if book.status_p[p] == book.status_d[d] == co.UP and book.credits_p[p] and book.credits_d[d]
+            ]
             if pairs and not book.stopping:
                 book = oracle.place(book, rules, t, *rng.choice(pairs))[0]
             elif not oracle._served(book.shadow):

@@ -609,12 +609,13 @@ class Coordinator:
         p, d = (sender, other) if sender.role is Role.PREFILL else (other, sender)
         pair = [entry for entry in sender.entries.values() if entry.p is p and entry.d is d]
         cause = f"the connection from {p.id} to {d.id} is down: {message.cause or 'no reason given'}"
+        told = [entry for entry in pair if entry.phase is not _RESERVING]
         for entry in pair:
             if entry.phase in _EXPOSED:
-                self._end(entry, _FAILED, cause, effects)
+                self._end(entry, _FAILED, cause, effects)  # RESERVING: with a Release
         if sender is d and message.quiet and d.status is _UP:
             # D's memory is fenced; P may still be reading its own, so P's credit stays out
-            effects += [SendTo(d.id, Release(e.transfer)) for e in pair if e.phase is _ENDED and e.d_out]
+            effects += [SendTo(d.id, Release(e.transfer)) for e in told if e.phase is _ENDED and e.d_out]
         effects.append(Fault(None, cause))
         self._refuse_unserved(effects)
 

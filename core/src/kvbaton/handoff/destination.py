@@ -240,14 +240,13 @@ class Destination:
     def stop(self) -> Effects:
         """Every P was joined and its connection told to close: cancel everything and free what is quiet (C6.2)."""
         self._stopping = True
+        going = [record for record in self._records.values() if record.phase is not _CLOSING and not record.released]
+        if not going:
+            return [Ignored(None, "Stop", "nothing to cancel")]
         effects: Effects = []
-        for record in tuple(self._records.values()):
-            if record.phase is _RESERVING or record.phase is _RESERVED or record.phase is _HELD:
-                if not record.released:
-                    effects += self.release(record.transfer)
-            elif record.phase is not _CLOSING:
-                self._cancel(record, effects)
-        return effects or [Ignored(None, "Stop", "nothing to cancel")]
+        for record in going:
+            effects += self.release(record.transfer)
+        return effects
 
     def orphaned(self) -> Effects:
         """C is gone: start nothing, cancel everything, free what each writer's quiet end proves (C6.6)."""

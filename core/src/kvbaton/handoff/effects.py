@@ -25,7 +25,7 @@ class Effect(msgspec.Struct, frozen=True, gc=False):
 # -- orders of both stages --------------------------------------------------------------------------------------------
 
 
-class Send(Effect):
+class Send(Effect, frozen=True, gc=False):
     """Put ``message`` on the channel to the coordinator.
 
     Statistics (``timings``, and ``segments``/``nbytes`` of a Commit) are left at their defaults: a machine has no
@@ -35,7 +35,7 @@ class Send(Effect):
     message: Message
 
 
-class Suspend(Effect):
+class Suspend(Effect, frozen=True, gc=False):
     """``engine.suspend_transfer(transfer)``; when its device event has completed (or there is none), say so.
 
     To the source machine by ``suspended(transfer)``, to the destination machine by ``device_quiet(transfer)``.
@@ -44,13 +44,13 @@ class Suspend(Effect):
     transfer: TransferId
 
 
-class Free(Effect):
+class Free(Effect, frozen=True, gc=False):
     """``engine.release_transfer(transfer)``, and forget whatever the stage itself kept for its memory (C5.1, C5.2)."""
 
     transfer: TransferId
 
 
-class DisconnectPeer(Effect):
+class DisconnectPeer(Effect, frozen=True, gc=False):
     """The peer's process was joined: ``connector.fenced(peer)`` and ``connector.disconnect(peer)``; report *down*
     (C6.4).
     """
@@ -58,14 +58,14 @@ class DisconnectPeer(Effect):
     peer: PeerId
 
 
-class Milestone(Effect):
+class Milestone(Effect, frozen=True, gc=False):
     """``transfer`` reached ``name``, one of :class:`kvbaton.handoff.table.Milestones`."""
 
     transfer: TransferId
     name: str
 
 
-class Fault(Effect):
+class Fault(Effect, frozen=True, gc=False):
     """Something failed here (C6.3).  ``transfer`` is None where it is about the stage; ``retained``: memory stays
     held.
     """
@@ -75,7 +75,7 @@ class Fault(Effect):
     retained: bool = False
 
 
-class Ignored(Effect):
+class Ignored(Effect, frozen=True, gc=False):
     """An event without effect: late, repeated or about nobody (C7.4).  Count it."""
 
     transfer: TransferId | None
@@ -83,7 +83,7 @@ class Ignored(Effect):
     reason: str
 
 
-class Violation(Effect):
+class Violation(Effect, frozen=True, gc=False):
     """``peer`` (None: the coordinator, or this stage's own engine or transport) broke ``clause``; the event was not
     applied.
     """
@@ -97,7 +97,7 @@ class Violation(Effect):
 # -- orders of the source ---------------------------------------------------------------------------------------------
 
 
-class Compute(Effect):
+class Compute(Effect, frozen=True, gc=False):
     """``engine.reserve_transfer``: P takes part in a transfer that goes to ``reservation`` at ``destination``."""
 
     transfer: TransferId
@@ -106,7 +106,7 @@ class Compute(Effect):
     destination: PeerId
 
 
-class Post(Effect):
+class Post(Effect, frozen=True, gc=False):
     """Chunk ``sequence`` may go: queue it for ``connector.submit``.
 
     Ask ``source.may_submit(transfer, sequence)`` right before each attempt, drop it where that is False, and report an
@@ -117,19 +117,19 @@ class Post(Effect):
     sequence: int
 
 
-class CancelChunks(Effect):
+class CancelChunks(Effect, frozen=True, gc=False):
     """Drop the chunks still queued here and call ``connector.cancel(transfer)`` (T9)."""
 
     transfer: TransferId
 
 
-class Acknowledge(Effect):
+class Acknowledge(Effect, frozen=True, gc=False):
     """``connector.acknowledge(transfer)``."""
 
     transfer: TransferId
 
 
-class ReleaseCompute(Effect):
+class ReleaseCompute(Effect, frozen=True, gc=False):
     """``engine.release_transfer_compute(transfer)``: its last range is ready."""
 
     transfer: TransferId
@@ -138,7 +138,7 @@ class ReleaseCompute(Effect):
 # -- orders of the destination ----------------------------------------------------------------------------------------
 
 
-class Admit(Effect):
+class Admit(Effect, frozen=True, gc=False):
     """``engine.reserve_transfer``: hold memory.  Answered by ``destination.reserved`` or ``destination.refused``."""
 
     transfer: TransferId
@@ -146,7 +146,7 @@ class Admit(Effect):
     budget: int
 
 
-class Grant(Effect):
+class Grant(Effect, frozen=True, gc=False):
     """``connector.grant(transfer, source, segments of the reservation)``, before the Reserved that follows is sent."""
 
     transfer: TransferId
@@ -154,7 +154,7 @@ class Grant(Effect):
     reservation: Reservation
 
 
-class Import(Effect):
+class Import(Effect, frozen=True, gc=False):
     """On the engine's thread: if ``destination.begin_import(transfer)`` is still True then
     ``engine.accept_import(transfer, valid)``, and report it with ``destination.imported(transfer)`` (C1.3).
     """
@@ -163,7 +163,7 @@ class Import(Effect):
     valid: int
 
 
-class Revoke(Effect):
+class Revoke(Effect, frozen=True, gc=False):
     """Where the transport is revocable: ``connector.revoke(transfer)``; if it returns True, call
     ``destination.revoked``.
     """
@@ -174,21 +174,21 @@ class Revoke(Effect):
 # -- orders of the coordinator ----------------------------------------------------------------------------------------
 
 
-class SendTo(Effect):
+class SendTo(Effect, frozen=True, gc=False):
     """Put ``message`` on the channel to ``peer``."""
 
     peer: PeerId
     message: Message
 
 
-class Kill(Effect):
+class Kill(Effect, frozen=True, gc=False):
     """``peer`` is lost: make sure its process ends, join it, then call ``coordinator.peer_joined(peer)`` (C6.4)."""
 
     peer: PeerId
     cause: str
 
 
-class Join(Effect):
+class Join(Effect, frozen=True, gc=False):
     """``peer`` was told to exit: join its process, then call ``coordinator.peer_joined(peer)`` (C6.2)."""
 
     peer: PeerId
@@ -202,14 +202,14 @@ class Ending(enum.Enum):
     FAILED = "failed"
 
 
-class Placed(Effect):
+class Placed(Effect, frozen=True, gc=False):
     """A generation of the request was placed on a pair of stages."""
 
     prefill: PeerId
     decode: PeerId
 
 
-class Tokens(Effect):
+class Tokens(Effect, frozen=True, gc=False):
     """New output tokens; ``position`` of the first, from 0.  In order, without gap or repeat."""
 
     position: int
@@ -217,13 +217,13 @@ class Tokens(Effect):
     exit_depths: tuple[int, ...]
 
 
-class Requeued(Effect):
+class Requeued(Effect, frozen=True, gc=False):
     """D refused in spite of credits; the request waits again with its age (C2.6)."""
 
     cause: str
 
 
-class Ended(Effect):
+class Ended(Effect, frozen=True, gc=False):
     """The one terminal outcome of the request.  Its key is free for reuse from here on (C1.1)."""
 
     ending: Ending
@@ -231,7 +231,7 @@ class Ended(Effect):
     cause: str = ""
 
 
-class Tell(Effect):
+class Tell(Effect, frozen=True, gc=False):
     """Tell the caller of ``key``.  ``transfer`` is None while the request has not been placed."""
 
     key: RequestKey
@@ -239,7 +239,7 @@ class Tell(Effect):
     event: Placed | Tokens | Requeued | Ended
 
 
-class Reached(Effect):
+class Reached(Effect, frozen=True, gc=False):
     """``transfer`` of request ``key`` reached ``milestone``, by ``peer``'s word (None: the coordinator's own).
 
     May come after the request ended for its caller (P and D retire later).  ``timings``, ``segments`` and ``nbytes``

@@ -213,6 +213,7 @@ class Source:
         if record.phase is _DRAINING:
             return [Ignored(transfer, "computed", "draining")]
         if record.closed:
+            record.engine = _Engine.RUNNING  # it was not done after all
             return self.engine_failed(transfer, "C3.7: the engine reported a range after the last one")
         if chunks < 0 or (last and chunks < 1):
             return self.engine_failed(transfer, f"C3.4: the last range was planned into {chunks} chunks")

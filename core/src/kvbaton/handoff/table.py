@@ -196,6 +196,8 @@ LEGAL_COORDINATOR: Final = frozenset({
 
 
 _DROPS = "DRAINING; Failed | ignore"
+_FAILS = "DRAINING; Failed | none; Failed + Retired | ignore"
+_DOWN = "DRAINING; PeerDown + Failed | none; PeerDown + Failed + Retired"
 
 SOURCE: Final = Table(
     "P, per transfer",
@@ -212,24 +214,29 @@ SOURCE: Final = Table(
         # from the engine
         "computed": ("ignore", "=; Progress | DRAINING; Failed", "ignore", "ignore"),
         "source ready": ("ignore", "= | ignore", "ignore", "= | none; Retired | ignore"),
-        "refused": ("ignore", "none; Failed + Retired | DRAINING; Failed", "ignore", "= | none; Retired | ignore"),
-        "engine failed": ("ignore", "DRAINING; Failed", "ignore", "ignore"),
+        "refused": ("ignore", _FAILS, "ignore", "= | none; Retired | ignore"),
+        "engine failed": ("ignore", "DRAINING; Failed | none; Failed + Retired", "ignore", "ignore"),
         "suspended": ("ignore", "ignore", "ignore", "= | none; Retired | ignore"),
         # from the connector
         "submitted": ("violation", "= | COMMITTED; Commit | violation", "violation", "violation"),
         "done": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
-        "done, target not quiet": ("ignore", "= | ignore", "= | ignore", "= | ignore"),
+        "done, target not quiet": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
+        "only target quiet": (
+            "ignore", "= | DRAINING; Failed | ignore", "= | DRAINING; Failed | ignore",
+            "= | none; Retired | ignore",
+        ),
         "failed": (
-            "ignore", _DROPS, "DRAINING; Failed | none; Failed + Retired | ignore", "= | none; Retired | ignore",
+            "ignore", _FAILS, _FAILS, "= | none; Retired | ignore",
         ),
         "failed, not quiet": ("ignore", _DROPS, _DROPS, "= | ignore"),
         "deadline": ("ignore", _DROPS, _DROPS, "= | ignore"),
         "destination up": ("=; Connected", "=; Connected", "=; Connected", "=; Connected"),
         "destination down": (
-            "=; PeerDown", "DRAINING; PeerDown + Failed", "=; PeerDown | DRAINING; PeerDown + Failed", "=; PeerDown",
+            "=; PeerDown", _DOWN, "=; PeerDown | DRAINING; PeerDown + Failed", "=; PeerDown",
         ),
         "destination down, quiet": (
-            "=; PeerDown", "DRAINING; PeerDown + Failed", "=; PeerDown | DRAINING; PeerDown + Failed", "=; PeerDown",
+            "=; PeerDown", _DOWN, "=; PeerDown | DRAINING; PeerDown + Failed",
+            "=; PeerDown | none; PeerDown + Retired",
         ),
         "quarantine bound": ("=; Fatal", "=; Fatal", "=; Fatal", "=; Fatal"),
     },
@@ -244,7 +251,9 @@ DESTINATION: Final = Table(
         # from C
         "Reserve": ("RESERVING", _V, "violation>HELD; Failed", "violation", _V, _V, _V, "violation"),
         "Reserve, replayed": ("ignore",) * 8,
-        "Reserve, after Stop": ("=; Rejected", "violation; Failed", "-", "violation", "-", "-", "-", "violation"),
+        "Reserve, after Stop": (
+            "=; Rejected", _V, "-", "violation", "-", "-", "-", "violation",
+        ),
         "Commit": (
             "ignore", _V, "= | RECEIVED; Received | violation>HELD; Failed | ignore", "violation | ignore",
             "ignore | " + _V, "ignore | " + _V, "ignore | " + _V, "ignore | violation",
@@ -255,8 +264,13 @@ DESTINATION: Final = Table(
             "none; Retired | CLOSING", "CLOSING", "CLOSING", "ignore",
         ),
         "Disconnect": ("=", "=", "=", "=", "=", "=", "=", "="),
-        "Stop": ("ignore", "=", "none; Retired", "none; Retired", "none; Retired", "CLOSING", "CLOSING", "ignore"),
-        "C gone": ("=", "=", "HELD", "= | none; Retired", "none; Retired", "CLOSING", "CLOSING", "="),
+        "Stop": (
+            "ignore", "= | ignore", "none; Retired", "none; Retired | ignore", "none; Retired | CLOSING", "CLOSING",
+            "CLOSING", "ignore",
+        ),
+        "C gone": (
+            "=", "=", "HELD | none; Retired", "= | none; Retired", "none; Retired | CLOSING", "CLOSING", "CLOSING", "=",
+        ),
         # from the engine
         "reserved": (
             "ignore", "RESERVED; Reserved | HELD; Reserved | none; Reserved + Retired", "ignore", "ignore", "ignore",
