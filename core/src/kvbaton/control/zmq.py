@@ -14,6 +14,7 @@ Import this module where it is needed: it imports pyzmq.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -213,6 +214,8 @@ class ZmqCoordinatorChannels:
         self._open: set[int] = set()
         self._behind: dict[int, _Peer] = {}
         self._ending: list[_Peer] = []
+        #: connections that ended before they were tied to a peer, whose greeting may still be unread
+        self._ended_unread: list[int] = []
         self._sent = 0
         self._received = 0
         self._dropped: Counter[tuple[str, str]] = Counter()
@@ -370,6 +373,8 @@ class ZmqCoordinatorChannels:
         if fd in self._open:
             self._behind[fd] = entry
         else:
+            with contextlib.suppress(ValueError):
+                self._ended_unread.remove(fd)
             self._end(entry, "its connection ended")
         while entry.backlog and entry.ending is None:
             self._post(entry, entry.backlog.popleft())
@@ -382,7 +387,7 @@ class ZmqCoordinatorChannels:
                 self._open.discard(fd)
                 entry = self._behind.pop(fd, None)
                 if entry is None:
-                    self._dropped["unknown", "stranger"] += 1
+                    self._ended_unread.append(fd)
                 else:
                     self._end(entry, "its connection ended")
 
@@ -407,6 +412,9 @@ class ZmqCoordinatorChannels:
         ending, self._ending = self._ending, []
         for entry in ending:
             self._lose(entry, entry.ending or "", events)
+        if self._ended_unread:
+            self._dropped["unknown", "stranger"] += len(self._ended_unread)
+            self._ended_unread.clear()
 
     def _lose(self, entry: _Peer, reason: str, events: list[ChannelEvent]) -> None:
         if not entry.lost:

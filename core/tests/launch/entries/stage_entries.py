@@ -70,7 +70,7 @@ def describe(spec, channel, lifeline):
         "pid": os.getpid(),
         "device": os.environ.get("STAGE_DEVICE"),
         "stdin": os.read(0, 1).decode(),
-        "fds": sorted(str(os.readlink(f"/proc/self/fd/{fd}")) for fd in os.listdir("/proc/self/fd") if _is_open(fd)),
+        "fds": sorted(str(link.readlink()) for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()),
     }
     channel.send(Call("facts", "test", "facts", facts))
     return 0
@@ -98,10 +98,6 @@ def _note(spec, text):
         partial = path.with_suffix(".partial")
         partial.write_text(text)
         partial.rename(path)
-
-
-def _is_open(fd):
-    return Path(f"/proc/self/fd/{fd}").is_symlink()
 
 
 def slow_start(spec, channel, lifeline):
