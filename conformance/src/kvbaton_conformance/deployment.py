@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.connector import ConnectorPlugin, Need
+from kvbaton.connector import Availability, ConnectorContext, ConnectorPlugin, Need, TransferConnector
 from kvbaton.control import ChannelLost
 from kvbaton.control.inproc import InprocCoordinatorChannels
 from kvbaton.engine import Request, Role
@@ -73,6 +73,8 @@ class StageSeat:
 
     peer: PeerId
     engine: ScriptedEngine
+    #: What the plugin opened: for a test's own controls, such as a wire that is stepped by hand.
+    connector: Any
     guard: GuardedConnector
     stage: Stage
     loop: EngineLoop
@@ -155,9 +157,10 @@ class Deployment:
             role, self.model, self._layouts.get(role), chunk=self._chunk, device=self._devices.get(role),
             prefix_caching=self._prefix_caching,
         )  # fmt: skip
-        guard = open_guard(self._plugin, self._options, engine, self.settings, channel, None, self.clock)
+        plugin = _Remembering(self._plugin)
+        guard = open_guard(plugin, self._options, engine, self.settings, channel, None, self.clock)
         stage, loop = join(engine, guard, self.settings, channel, self.clock)
-        seat = StageSeat(peer, engine, guard, stage, loop)
+        seat = StageSeat(peer, engine, plugin.connector, guard, stage, loop)
         self.seats[name] = seat
         return seat
 
@@ -165,7 +168,7 @@ class Deployment:
         """As if the stage's process had been killed and joined: it does nothing more, and the coordinator is told."""
         seat = self.seats[name]
         seat.crashed = True
-        kill = getattr(seat.stage.guard.connector, "kill", None)
+        kill = getattr(seat.connector, "kill", None)  # an in-process transport's own way to die
         if kill is not None:
             kill()
         self._carry_out(self.coordinator.peer_lost(seat.peer, "killed by the test", self.clock()))
@@ -351,3 +354,19 @@ class Deployment:
         lines += [f"fault: {fault.cause}" for fault in self.faults[-5:]]
         lines += [f"violation: {v.clause} {v.text}" for v in self.violations[-5:]]
         return "\n".join(lines)
+
+
+class _Remembering:
+    """A connector plugin that keeps what it opened last."""
+
+    def __init__(self, plugin: ConnectorPlugin) -> None:
+        self._plugin = plugin
+        self.name, self.api_version, self.Options = plugin.name, plugin.api_version, plugin.Options
+        self.connector: Any = None
+
+    def probe(self, need: Need) -> Availability:
+        return self._plugin.probe(need)
+
+    def open(self, options: Any, context: ConnectorContext) -> TransferConnector:
+        self.connector = self._plugin.open(options, context)
+        return self.connector  # type: ignore[no-any-return]
