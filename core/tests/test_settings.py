@@ -80,6 +80,16 @@ def test_options_are_merged_key_by_key(toml):
     assert settings.transport.options == {"x": 1, "y": 3, "z": "4"}  # the plugin's own model makes a number of it
 
 
+def test_a_value_replaces_what_lies_below_and_above_it(toml):
+    path = toml('model="m"\n[transport]\nname="a"\n[transport.options]\nx={y=1, z=2}\nw=3\n')
+    cleared, _ = load(path, {"transport.options": {}})
+    assert cleared.transport.options == {}
+    scalar, _ = load(path, {"transport.options.x": 5})
+    assert scalar.transport.options == {"x": 5, "w": 3}
+    table, _ = load(path, {"transport.options.w.deep": 6})
+    assert table.transport.options == {"x": {"y": 1, "z": 2}, "w": {"deep": 6}}
+
+
 def test_options_of_another_plugin_are_not_carried_over(toml):
     path = toml('model="m"\n[transport]\nname="a"\n[transport.options]\nx=1\n')
     settings, _ = load(path, {"transport.name": "b", "transport.options.y": 3})

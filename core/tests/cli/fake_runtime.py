@@ -1,8 +1,9 @@
 """A runtime without stages, for the command line's own logic.  Put into ``sys.modules`` as ``kvbaton.runtime``.
 
 The "model" answers with the words of the prompt in reverse order, one token per step; its tokens are words.  What a
-prompt says steers it: ``refuse``, ``fail``, ``differ``, ``slow`` (never ends by itself); so does the model's name:
-``absent``, ``late``, ``crash``, ``bug``, ``sleepy`` (start-up takes for ever), ``stuck`` (aborting has no effect).
+prompt says steers it: ``refuse``, ``overlong``, ``fail``, ``differ``, ``slow`` (never ends by itself); so does the name
+of the model: ``absent``, ``late``, ``crash``, ``bug``, ``sleepy`` (start-up takes for ever), ``stuck`` (aborting has no
+effect).
 """
 
 from __future__ import annotations
@@ -97,9 +98,12 @@ class FakeRuntime:
             done = len(request.prompt[: request.sampling.max_tokens]) - len(answer)
             words = [WORDS[token] for token in request.prompt]
             new = (answer.pop(0),) if answer else ()
-            reason, error = None, None
+            reason: str | None = None
+            error: Exception | None = None
             if "fail" in words and done == 1:
                 reason, error = "failed", TransferFailed("C6.3 chunk 1 passed its deadline", transfer="0" * 32)
+            elif "overlong" in words:
+                reason, error = "failed", PromptTooLong("prefill-0 cannot hold it", tokens=9, limit=8)
             elif request_id in self.aborted and self.settings.model != "stuck":
                 reason = "cancelled"
             elif not answer and "slow" not in words:

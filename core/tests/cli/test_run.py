@@ -121,6 +121,13 @@ def test_a_failed_request_leaves_the_others_alone_and_exits_1(kvbaton):
     assert result.stderr == "kvbaton: request 1 failed: C6.3 chunk 1 passed its deadline\n"
 
 
+@pytest.mark.parametrize("prompts", [("overlong", "fail two"), ("fail two", "overlong"), ("overlong", "fine")])
+def test_a_request_that_a_stage_refused_is_bad_input(kvbaton, prompts):
+    result = kvbaton(*PROMPT, prompts[0], "--prompt", prompts[1])
+    assert result.exit_code == 2
+    assert "failed: prefill-0 cannot hold it\n" in result.stderr
+
+
 def test_a_failed_request_in_json(kvbaton):
     result = kvbaton(*PROMPT, "one fail two", "--json")
     assert result.exit_code == 1

@@ -158,12 +158,16 @@ def test_a_terminal_shows_complete_lines_and_a_live_rest():
     screen = TerminalScreen(Console(file=out, force_terminal=True, width=60))
     screen.progress("1 request: 1 decoding")
     screen.header("[1] [bold]prompt[/]")
-    screen.text("first line\nsec")
+    screen.text("first [i]line[/]\nsec")
     screen.text("ond [red]line[/]")
     screen.end_of_text()
     screen.close()
     assert "1 request: 1 decoding" in out.getvalue()
-    for line in ("[1] [bold]prompt[/]", "first line", "second [red]line[/]"):  # the model's brackets are no markup
+    for line in (
+        "[1] [bold]prompt[/]",
+        "first [i]line[/]",
+        "second [red]line[/]",
+    ):  # the model's brackets are no markup
         assert line in out.getvalue()
 
 

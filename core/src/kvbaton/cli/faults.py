@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ def say(message: str) -> None:
 def explained(*, debug: bool) -> Iterator[None]:
     """Turn an error of kvbaton into one line and an exit status; ``debug`` shows the traceback first.
 
-    An exception that is not kvbaton's is a bug and keeps its traceback.
+    An exception that is not kvbaton's is a bug and keeps its traceback; a closed pipe is typer's to handle.
     """
     try:
         yield
@@ -52,7 +51,3 @@ def explained(*, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         say("interrupted")
         raise typer.Exit(INTERRUPTED) from error
-    except BrokenPipeError as error:
-        # whoever read our stdout has gone (`kvbaton run ... | head`): nothing is left to say, there or at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise typer.Exit(FAILED) from error
