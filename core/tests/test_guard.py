@@ -14,6 +14,8 @@ from kvbaton.errors import (
     CapabilityError,
     ConnectError,
     ConnectorFault,
+    GeometryError,
+    GeometryMismatch,
     LocalProtocolError,
     Outstanding,
     PeerLost,
@@ -23,6 +25,7 @@ from kvbaton.errors import (
     ThreadError,
     TransportError,
 )
+from kvbaton.geometry import Component, KVGeometry, Plane
 from kvbaton.guard import GuardedConnector, GuardLimits, GuardProgress, PeerState
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton_conformance.harness import segments
@@ -235,6 +238,25 @@ def test_another_transport_version_or_name_is_refused(changes, says):
         rig.guard.connect(endpoint(**changes))
     assert not rig.plugin.called("connect")
     assert not rig.guard.peer_states()
+
+
+def geometry(token_bytes=64, blocks=8):
+    plane = Plane("kv", (Component(0, 0, 16 * token_bytes, token_bytes),), blocks)
+    return KVGeometry({"model": "m"}, 16, (plane,), 0).encode()
+
+
+@pytest.mark.clause("C3.5")
+def test_geometry_is_compared_before_anything_is_connected():
+    plugin = ScriptedConnector()
+    guard = GuardedConnector(plugin, transport="scripted", version="1", peer=ME, geometry=geometry())
+    guard.register([])
+    with pytest.raises(GeometryMismatch, match=r"^C3\.5.*decode-0.*64 here against 32 there"):
+        guard.connect(endpoint(geometry=geometry(token_bytes=32)))
+    with pytest.raises(GeometryError):
+        guard.connect(endpoint(geometry=b"nonsense"))
+    assert not plugin.called("connect")
+    guard.connect(endpoint(geometry=geometry(blocks=99)))  # capacity is each side's own affair
+    assert plugin.called("connect") == [D0]
 
 
 @pytest.mark.clause("T2")

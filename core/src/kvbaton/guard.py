@@ -68,6 +68,7 @@ from kvbaton.errors import (
     ThreadError,
     TransportError,
 )
+from kvbaton.geometry import KVGeometry
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
 
@@ -609,9 +610,8 @@ class GuardedConnector:
         if bool(endpoint.geometry) != bool(self._geometry):
             raise ConnectError(f"C3.5: {id} and {self.peer} must both state a geometry, or neither", peer=id)
         if self._geometry:
-            from kvbaton.geometry import KVGeometry  # the guard alone, as in most tests, needs none
-
-            KVGeometry.decode(self._geometry).require_compatible(KVGeometry.decode(endpoint.geometry))
+            ours, theirs = KVGeometry.decode(self._geometry), KVGeometry.decode(endpoint.geometry)
+            ours.require_compatible(theirs, str(self.peer), str(id))
 
     def _check_chunk(self, chunk: Chunk, peer: _Peer) -> None:
         what = f"chunk {chunk.sequence} of transfer {chunk.transfer}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -232,8 +233,7 @@ class LoopbackConnector(ConnectorBase):
             if not self._bell.wait_for(lambda: not self._routes, _LAST_COPY_SECONDS):
                 raise Outstanding(f"T10: a chunk is still being written into {self.peer}; close again", outstanding=0)
             thread = self._leave()
-        if thread is not None:
-            thread.join()
+        self._join(thread)
 
     def kill(self) -> None:
         """End as a killed process does: nothing of ours completes, and peers find out by themselves (T7)."""
@@ -246,8 +246,7 @@ class LoopbackConnector(ConnectorBase):
                 if there is not None and there.far is self:
                     far._begin_closing(self.peer, there, error)
                 del self._routes[peer]
-        if thread is not None:
-            thread.join()
+        self._join(thread)
 
     def _leave(self) -> threading.Thread | None:
         self._gone = True
@@ -255,6 +254,10 @@ class LoopbackConnector(ConnectorBase):
         self._regions = {}
         self._grants.clear()
         return self.wire.stop()
+
+    def _join(self, thread: threading.Thread | None) -> None:
+        if thread is not None and not sys.is_finalizing():  # at exit daemon threads no longer run, nor end
+            thread.join()
 
     # -- the wire's carriage: start and finish under the lock, copy without it ---------------------------------------
 

@@ -81,8 +81,8 @@ def _as_rows(region: Bytes, offsets: Offsets, length: int) -> tuple[npt.NDArray[
     shift = int(offsets[0]) % length
     whole = (len(region) - shift) // length
     rows = region[shift : shift + whole * length].view(np.dtype((np.void, length)))
-    index, rest = np.divmod(offsets - shift, length)
-    return rows, index if not rest.any() else None
+    index = (offsets - shift) // length
+    return rows, index if (index * length + shift == offsets).all() else None
 
 
 def _gather_and_scatter(rows: npt.NDArray[np.void], read: Offsets, into: npt.NDArray[np.void], write: Offsets) -> None:
