@@ -665,6 +665,22 @@ def test_timed_out_is_not_a_plugins_word():
     assert (completion.outcome, completion.source_quiet, completion.target_quiet) == (Outcome.FAILED, False, False)
 
 
+@pytest.mark.clause("T5")
+def test_what_proves_nothing_new_is_not_said_again():
+    rig = Rig(D0)
+    late, unread = rig.post(), rig.post()
+    rig.plugin.complete(unread, Outcome.DONE, source=False, target=True)
+    rig.poll()
+    rig.guard.acknowledge(unread.transfer)
+    rig.clock.advance(30)
+    assert [c.outcome for c in rig.poll().completions] == [Outcome.TIMED_OUT]
+    rig.plugin.complete(late, Outcome.DONE, source=False, target=False)
+    assert rig.poll() is IDLE
+    assert rig.figure("unproven_chunks") == 2
+    rig.guard.fenced(D0)
+    assert [c.terminal for c in rig.poll().completions] == [True, True]
+
+
 @pytest.mark.clause("T9")
 def test_cancel_reaches_the_plugin_only_for_what_is_posted():
     rig = Rig(D0)

@@ -726,11 +726,11 @@ class GuardedConnector:
             self._release_quarantine(flight)
             self._give_back(flight)
             flight.unproven = True
-        elif flight.told and not grew:
-            return
         elif key not in self._lingering:
             del self._posted[key]
             self._linger(key, flight)
+        if flight.told and not grew:
+            return
         flight.told = True
         if (source and target) or outcome is Outcome.TIMED_OUT:
             self._count[outcome.value] += 1
