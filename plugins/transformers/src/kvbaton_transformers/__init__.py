@@ -1,5 +1,5 @@
 """The reference engine of kvbaton: Hugging Face decoders over a paged KV cache."""
 
-from kvbaton_transformers.plugin import Loops, Options, TransformersPlugin, plugin
+from kvbaton_transformers.plugin import Loops, TransformersOptions, TransformersPlugin, plugin
 
-__all__ = ["Loops", "Options", "TransformersPlugin", "plugin"]
+__all__ = ["Loops", "TransformersOptions", "TransformersPlugin", "plugin"]

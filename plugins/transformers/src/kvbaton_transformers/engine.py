@@ -31,7 +31,7 @@ from kvbaton_transformers.checkpoints import Checkpoint
 from kvbaton_transformers.generation import Generator
 from kvbaton_transformers.looped import LoopedModel
 from kvbaton_transformers.paged import KVSpec, PagedKV, tensor_over
-from kvbaton_transformers.plugin import Options
+from kvbaton_transformers.plugin import TransformersOptions
 from kvbaton_transformers.runner import Batching, Forward, Row, Runner
 from kvbaton_transformers.scheduler import Job, Limits, Phase, Scheduler, Work
 
@@ -54,7 +54,7 @@ class TransformersEngine:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        options: Options,
+        options: TransformersOptions,
         role: Role,
         tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class TransformersEngine:
         model, decoder = checkpoint.model, checkpoint.decoder
         self._device = decoder.device
         config = decoder.config.get_text_config()
-        self._vocabulary = decoder.get_input_embeddings().weight.shape[0]
+        self._vocabulary = config.vocab_size
         spec = KVSpec(
             shape=support.probe(decoder, checkpoint.source),
             planes=model.options.planes if isinstance(model, LoopedModel) else 1,
@@ -94,9 +94,7 @@ class TransformersEngine:
                 kind: MemoryKind = "cuda" if self._device.type == "cuda" else "host"
                 device = self._device.index or 0
                 sizes = self._spec.region_bytes()
-                buffers = {
-                    region: tensor_over(allocate(region, kind, device, size)) for region, size in sizes.items()
-                }
+                buffers = {region: tensor_over(allocate(region, kind, device, size)) for region, size in sizes.items()}
             self._build(PagedKV(self._spec, self._device, buffers))
         assert self._storage is not None
         return self._storage.regions()
@@ -443,9 +441,10 @@ class TransformersEngine:
         if self._device.type != "cuda":
             return None
         with torch.cuda.device(self._device):
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record()
-        return event  # type: ignore[no-any-return]
+            done: DeviceEvent = event
+        return done
 
     def _answer(self, job: Job) -> None:
         tables = tuple(tuple(table) for table in job.held.tables)

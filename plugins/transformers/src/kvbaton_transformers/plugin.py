@@ -22,10 +22,12 @@ class Loops(BaseModel):
 
     max_depth: int = Field(ge=1, description="passes over the decoder stack, at most")
     layout: Literal["last_exited", "shared"] = Field(
-        "last_exited", description="one storage plane per depth, or one for all"
+        default="last_exited", description="one storage plane per depth, or one for all"
     )
-    threshold: float = Field(0.5, ge=0.0, le=1.0, description="a token exits once the gate exceeds it; 1: never early")
-    gate_seed: int = Field(0, ge=0, description="seeds the gate's random weights")
+    threshold: float = Field(
+        default=0.5, ge=0.0, le=1.0, description="a token exits once the gate exceeds it; 1: never early"
+    )
+    gate_seed: int = Field(default=0, ge=0, description="seeds the gate's random weights")
 
     def build(self) -> LoopOptions:
         from kvbaton_transformers.looped import Layout, LoopOptions
@@ -33,24 +35,29 @@ class Loops(BaseModel):
         return LoopOptions(self.max_depth, Layout(self.layout), self.threshold, self.gate_seed)
 
 
-class Options(BaseModel):
+class TransformersOptions(BaseModel):
     """Settings of the transformers engine.  Both stages need equal ones where KV depends on them; sizes may differ."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="precision of weights and cache")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the stage's GPU if it has one, else CPU")
-    block_tokens: int = Field(16, ge=1, description="tokens per KV block")
-    blocks: int = Field(512, ge=1, description="KV blocks in each storage plane")
-    prefill_chunk: int = Field(256, ge=1, description="prompt tokens computed at once for one request")
-    max_batch_tokens: int = Field(2048, ge=1, description="tokens in one forward; one chunk may always go")
-    max_running: int = Field(16, ge=1, description="requests computed at once")
-    transfer_slots: int = Field(32, ge=1, description="transfers alive at once: slots for final payloads")
-    prefix_caching: bool = Field(True, description="share the KV of equal prompt beginnings")
-    batching: Literal["grouped", "isolated"] = Field(
-        "grouped", description="isolated: each request's bits are independent of what else runs, at the cost of speed"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="precision of weights and cache"
     )
-    loops: Loops | None = Field(None, description="run the decoder as a looped model")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: the stage's GPU if it has one, else CPU"
+    )
+    block_tokens: int = Field(default=16, ge=1, description="tokens per KV block")
+    blocks: int = Field(default=512, ge=1, description="KV blocks in each storage plane")
+    prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens computed at once for one request")
+    max_batch_tokens: int = Field(default=2048, ge=1, description="tokens in one forward; one chunk may always go")
+    max_running: int = Field(default=16, ge=1, description="requests computed at once")
+    transfer_slots: int = Field(default=32, ge=1, description="transfers alive at once: slots for final payloads")
+    prefix_caching: bool = Field(default=True, description="share the KV of equal prompt beginnings")
+    batching: Literal["grouped", "isolated"] = Field(
+        default="grouped",
+        description="isolated: each request's bits are independent of what else runs, at the cost of speed",
+    )
+    loops: Loops | None = Field(default=None, description="run the decoder as a looped model")
 
 
 class TransformersPlugin:
@@ -58,9 +65,9 @@ class TransformersPlugin:
 
     name = "transformers"
     api_version = ENGINE_API_VERSION
-    Options = Options
+    Options = TransformersOptions
 
-    def check(self, model: str, options: Options) -> None:
+    def check(self, model: str, options: TransformersOptions) -> None:
         """Raise unless ``model`` can be served; converts a GGUF file on the way, so that workers start fast.
 
         Raises :class:`~kvbaton.errors.ModelError`, or :class:`~kvbaton.errors.ConfigurationError` for a missing GPU.
@@ -70,16 +77,18 @@ class TransformersPlugin:
         self._device(options, None if options.device == "auto" else 0)
         checkpoints.prepare(model)
 
-    def tokenizer(self, model: str, options: Options) -> Tokenizer:
+    def tokenizer(self, model: str, options: TransformersOptions) -> Tokenizer:
         from kvbaton_transformers import checkpoints
 
         return checkpoints.load_tokenizer(model)
 
-    def open(self, model: str, options: Options, role: Role, device: int | None) -> StageEngine:
+    def open(self, model: str, options: TransformersOptions, role: Role, device: int | None) -> StageEngine:
         """Load the model for ``role``; ``device`` numbers the stage's GPU, None: it has none."""
         return self.open_engine(model, options, role, device)
 
-    def open_engine(self, model: str, options: Options, role: Role, device: int | None) -> TransformersEngine:
+    def open_engine(
+        self, model: str, options: TransformersOptions, role: Role, device: int | None
+    ) -> TransformersEngine:
         """The same with its own type: a COLOCATED engine's ``add`` is no part of the protocol."""
         from kvbaton_transformers import checkpoints
         from kvbaton_transformers.engine import TransformersEngine
@@ -93,7 +102,7 @@ class TransformersPlugin:
         return TransformersEngine(checkpoint, options, role, lambda: checkpoints.load_tokenizer(model))
 
     @staticmethod
-    def _device(options: Options, device: int | None) -> str:
+    def _device(options: TransformersOptions, device: int | None) -> str:
         if options.device == "cpu" or (options.device == "auto" and device is None):
             return "cpu"
         import torch

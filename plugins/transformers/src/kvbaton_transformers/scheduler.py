@@ -168,7 +168,9 @@ class Scheduler:
         activated = [job for job in self._admit() if not job.activated]
         for job in activated:
             job.activated = True
-        decodes, chunks, samples = [], [], []
+        decodes: list[Work] = []
+        chunks: list[Work] = []
+        samples: list[Job] = []
         for job in list(self._running):
             # A younger one may have been preempted for an older one meanwhile.
             if job.phase is not Phase.RUNNING or not self._grow(job):
@@ -182,7 +184,7 @@ class Scheduler:
             elif self._may(job, count):
                 chunks.append(work)
         left = self.limits.max_batch_tokens - len(decodes)
-        taken = []
+        taken: list[Work] = []
         for work in chunks:
             if work.count <= left or not taken:
                 taken.append(work)
