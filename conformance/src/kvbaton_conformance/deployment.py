@@ -9,8 +9,9 @@
     deployment.finish()                       # drains, closes, and checks every book
 
 Nothing runs between turns, so a test can stop the world at any boundary, look, cancel, and go on.  A stage is moved by
-:meth:`Deployment.turn` unless it is *frozen* (a hung process) or *crashed* (its process was killed and joined).  The order within
-a turn is drawn from ``seed`` where one is given.  Time is the clock's that is passed in; by default the real one.
+:meth:`Deployment.turn` unless it is *frozen* (a hung process) or *crashed* (its process was killed and joined).  The
+order within a turn is drawn from ``seed`` where one is given.  Time is the clock's that is passed in; by default the
+real one.
 
 The machines, stages, guards and channels are the real ones; only the launcher and the threads are missing.
 """
@@ -203,8 +204,8 @@ class Deployment:
             raise DeploymentStuck(f"A1: request {key} ended as {answer.ending}, not finished")
         if (tuple(answer.tokens), tuple(answer.depths), answer.ending.reason) != (tokens, depths, reason):
             raise DeploymentStuck(
-                f"A1: request {key} differs from the undisaggregated run: {answer.tokens[:8]} ... for {list(tokens[:8])} ..."
-                " The KV or the final payload that D computed with is not what P computed."
+                f"A1: request {key} differs from the undisaggregated run: {answer.tokens[:8]} ... for"
+                f" {list(tokens[:8])} ... The KV or the final payload that D computed with is not what P computed."
             )
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -311,7 +312,8 @@ class Deployment:
             if wrong or view.blocks_out or view.slots_out or view.repeated_returns:
                 raise DeploymentStuck(
                     f"C2.5, C8.4: the books of {view.peer.name} do not balance: {wrong} (found, expected),"
-                    f" credits out: {view.blocks_out} blocks, {view.slots_out} slots, {view.repeated_returns} returned twice"
+                    f" credits out: {view.blocks_out} blocks, {view.slots_out} slots, returned twice:"
+                    f" {view.repeated_returns}"
                 )
         for name, seat in self.seats.items():
             if seat.engine.late_writes:
