@@ -1,0 +1,235 @@
+"""The source machine where the model does not reach: two-sided quiet, the engine's part, memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbaton.connector import Completion, Outcome
+from kvbaton.engine import Request
+from kvbaton.handoff import effects as fx
+from kvbaton.handoff.source import Source
+from kvbaton.handoff.table import ChunkState, SourcePhase
+from kvbaton.identity import PeerId, TransferId, new_transfer_id
+from kvbaton.messages import Commit, Connected, Failed, PeerDown, Prefill, Progress, Retired
+from kvbaton.reservation import Reservation
+
+D0, D1 = PeerId("decode-0", 1), PeerId("decode-1", 1)
+REQUEST = Request((1, 2, 3))
+
+
+def prefill(machine: Source, ordinal: int = 1, to: PeerId = D0) -> TransferId:
+    t = new_transfer_id()
+    machine.prefill(Prefill(t, ordinal, REQUEST, Reservation(t, ((0,),), 0, 0), to))
+    return t
+
+
+def post(machine: Source, t: TransferId, chunks: int = 1, last: bool = True) -> None:
+    first = machine.next_sequence(t)
+    machine.computed(t, chunks, last)
+    for i in range(first, first + chunks):
+        machine.source_ready(t, i)
+        machine.submitted(t, i)
+
+
+def done(t: TransferId, i: int, source: bool = True, target: bool = True, how: Outcome = Outcome.DONE) -> Completion:
+    return Completion(t, i, how, source, target)
+
+
+def sends(effects: list) -> list:
+    return [e.message for e in effects if isinstance(e, fx.Send)]
+
+
+@pytest.mark.clause("C3.4", "C4.1", "C5.1")
+def test_a_life_from_prefill_to_retired():
+    m = Source()
+    t = new_transfer_id()
+    held = Reservation(t, ((0,),), 0, 0)
+    assert m.prefill(Prefill(t, 1, REQUEST, held, D0))[0] == fx.Compute(t, REQUEST, held, D0)
+    assert m.next_sequence(t) == 0
+    assert m.computed(t, 2, last=False) == [fx.Send(Progress(t, 2))]
+    assert m.computed(t, 0, last=False) == [fx.Send(Progress(t, 2))]
+    assert m.computed(t, 1, last=True) == [fx.Send(Progress(t, 3))]
+    assert m.next_sequence(t) is None
+    assert not m.may_submit(t, 0)
+    assert fx.Post(t, 0) in m.source_ready(t, 0)
+    assert m.may_submit(t, 0)
+    m.source_ready(t, 1)
+    assert m.source_ready(t, 2) == [fx.Post(t, 2), fx.ReleaseCompute(t)]
+    m.submitted(t, 0)
+    m.submitted(t, 2)  # in any order
+    assert sends(m.submitted(t, 1)) == [Commit(t, 3)]
+    for i in range(3):
+        assert m.completion(done(t, i)) == []
+    assert m.ack(t) == [
+        fx.Acknowledge(t), fx.Milestone(t, "acknowledged"), fx.Free(t), fx.Send(Retired(t)),
+        fx.Milestone(t, "source_retired"),
+    ]  # fmt: skip
+    assert len(m) == 0
+
+
+@pytest.mark.clause("C5.1", "T5")
+def test_bytes_under_way_after_the_source_is_quiet_are_settled_by_the_receipts_behind_the_ack():
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    assert m.completion(done(t, 0, target=False)) == []
+    assert m.chunks(t) == {0: ChunkState.SENT}
+    assert sends(m.ack(t)) == [Retired(t)]
+
+
+@pytest.mark.clause("C5.1", "C5.2", "C6.4")
+def test_a_cancelled_transfer_frees_its_source_but_does_not_promise_to_write_no_more():
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    m.completion(done(t, 0, target=False))
+    effects = m.cancel(t)
+    assert fx.Free(t) in effects  # C5.1: nobody reads the source any more
+    assert sends(effects) == []  # Retired would let C release D's memory
+    assert m.phase(t) is SourcePhase.DRAINING
+    assert sends(m.completion(done(t, 0))) == [Retired(t)]  # a later word that proves it
+
+
+@pytest.mark.clause("C6.4")
+def test_the_end_of_the_destinations_process_proves_its_targets():
+    m = Source()
+    t, other = prefill(m), prefill(m, 2, D1)
+    post(m, t)
+    m.completion(done(t, 0, target=False))
+    m.cancel(t)
+    effects = m.disconnect(D0)
+    assert effects[0] == fx.DisconnectPeer(D0)
+    assert sends(effects) == [Retired(t)]
+    assert m.phase(other) is SourcePhase.PREFILLING
+
+
+@pytest.mark.clause("C6.4")
+def test_a_joined_destination_proves_nothing_about_reading_the_source():
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    assert sends(m.disconnect(D0)) == [Failed(t, f"{D0} is dead", (0,))]
+    assert m.phase(t) is SourcePhase.DRAINING
+    assert sends(m.completion(done(t, 0, source=True, target=False, how=Outcome.FAILED))) == [Retired(t)]
+
+
+@pytest.mark.clause("C6.1", "C6.4")
+def test_a_quiet_end_of_the_connection_frees_the_source_and_not_the_target():
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    effects = m.peer_down(D0, quiet=True, cause="reset")
+    assert sends(effects)[0] == PeerDown(D0, True, "reset")
+    assert isinstance(sends(effects)[1], Failed)
+    assert fx.Free(t) in effects
+    assert Retired(t) not in sends(effects)
+    assert m.chunks(t) == {0: ChunkState.SENT}
+
+
+@pytest.mark.clause("C6.1", "T8")
+def test_a_connection_lost_without_proof_keeps_both_sides():
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    effects = m.peer_down(D0, quiet=False)
+    assert fx.Free(t) not in effects
+    assert any(isinstance(e, fx.Fault) and e.retained for e in effects)
+    assert m.chunks(t) == {0: ChunkState.POSTED}
+    m.completion(done(t, 0, False, False, Outcome.TIMED_OUT))
+    assert m.chunks(t) == {0: ChunkState.EXPIRED}
+    assert fx.Free(t) in m.completion(done(t, 0, how=Outcome.FAILED))
+
+
+@pytest.mark.clause("C6.1")
+def test_a_lost_connection_leaves_alone_what_has_all_arrived():
+    m = Source()
+    t, other = prefill(m), prefill(m, 2, D1)
+    post(m, t)
+    m.completion(done(t, 0))
+    assert sends(m.peer_down(D0, quiet=False)) == [PeerDown(D0, False)]
+    assert (m.phase(t), m.phase(other)) == (SourcePhase.COMMITTED, SourcePhase.PREFILLING)
+
+
+@pytest.mark.clause("C5.1", "C5.3")
+def test_memory_waits_for_the_engine_even_when_every_chunk_is_settled():
+    m = Source()
+    t = prefill(m)
+    post(m, t, last=False)
+    m.completion(done(t, 0))
+    effects = m.cancel(t)
+    assert fx.Suspend(t) in effects
+    assert fx.CancelChunks(t) in effects
+    assert fx.Free(t) not in effects
+    assert m.computed(t, 1, last=True) == [fx.Ignored(t, "computed", "draining")]  # was under way
+    assert fx.Free(t) in m.suspended(t)
+
+
+@pytest.mark.clause("T9", "C6.1")
+def test_what_was_queued_may_not_be_submitted_any_more():
+    m = Source()
+    t = prefill(m)
+    m.computed(t, 2, last=True)
+    m.source_ready(t, 0)
+    m.cancel(t)
+    assert not m.may_submit(t, 0)
+    effects = m.submitted(t, 0)
+    assert isinstance(effects[0], fx.Violation)
+    assert effects[0].clause == "T9"
+    # it is true all the same, so it is waited for
+    m.suspended(t)
+    assert m.chunks(t) == {0: ChunkState.POSTED}
+    assert sends(m.completion(done(t, 0))) == [Retired(t)]
+
+
+@pytest.mark.clause("C3.4", "C3.7")
+@pytest.mark.parametrize("wrong", ["a last range without a chunk", "a range after the last"])
+def test_an_engine_that_reports_nonsense_fails_that_transfer_only(wrong):
+    m = Source()
+    t, other = prefill(m), prefill(m, 2)
+    if wrong == "a last range without a chunk":
+        effects = m.computed(t, 0, last=True)
+    else:
+        m.computed(t, 1, last=True)
+        m.source_ready(t, 0)
+        effects = m.computed(t, 1, last=True)
+    assert isinstance(sends(effects)[0], Failed)
+    assert fx.Suspend(t) in effects
+    assert m.phase(other) is SourcePhase.PREFILLING
+
+
+@pytest.mark.clause("C6.2", "C6.6")
+def test_stop_drains_everything_and_then_the_stage_may_exit():
+    m = Source()
+    first, second = prefill(m), prefill(m, 2)
+    post(m, second)
+    assert not m.drained
+    m.stop()
+    assert not m.drained
+    m.suspended(first)
+    m.completion(done(second, 0))
+    assert m.drained
+    late = new_transfer_id()
+    effects = m.prefill(Prefill(late, 3, REQUEST, Reservation(late, ((0,),), 0, 0), D0))
+    assert isinstance(effects[0], fx.Violation)
+    assert len(m) == 0
+
+
+@pytest.mark.clause("C1.2", "T12")
+def test_nothing_is_kept_of_finished_transfers_and_unknown_ids_leave_nothing_behind():
+    m = Source()
+    for ordinal in range(1, 300):
+        t = prefill(m, ordinal)
+        post(m, t)
+        m.completion(done(t, 0))
+        m.ack(t)
+        for event in (m.ack, m.cancel, m.suspended):
+            assert isinstance(event(t)[0], fx.Ignored)
+        assert isinstance(m.completion(done(t, 0))[0], fx.Ignored)
+    assert len(m) == 0
+    assert not m.transfers()
+
+
+def test_connections_and_fatal_causes_are_told():
+    m = Source()
+    assert sends(m.peer_up(D0)) == [Connected(D0)]
+    assert sends(m.fatal("the quarantine is full"))[0].cause == "the quarantine is full"
