@@ -31,7 +31,7 @@ class Angry(Observer):
         raise RuntimeError("I do not like this")
 
 
-def milestone(hooks: Hooks, name: str = "RECEIVED") -> None:
+def milestone(hooks: Hooks, name: str = "received") -> None:
     hooks.tell("kvbaton_milestone", transfer="0" * 32, request="a", stage="decode-0", milestone=name, at=1.0)
 
 
@@ -48,7 +48,7 @@ def test_every_hook_says_when_it_runs():
 def test_an_observer_gets_the_arguments_it_names():
     observer = Observer()
     milestone(Hooks([observer]))
-    assert observer.seen == [("RECEIVED", "decode-0")]
+    assert observer.seen == [("received", "decode-0")]
 
 
 def test_no_observers_cost_nothing_and_decide_nothing():
@@ -63,10 +63,10 @@ def test_an_observer_that_raises_is_isolated_and_reported_once_by_name(caplog):
     hooks = Hooks([before, angry, after])
 
     with caplog.at_level(logging.ERROR):
-        milestone(hooks, "RECEIVED")
-        milestone(hooks, "IMPORTED")
+        milestone(hooks, "received")
+        milestone(hooks, "imported")
 
-    assert [o.seen for o in (before, after)] == [[("RECEIVED", "decode-0"), ("IMPORTED", "decode-0")]] * 2
+    assert [o.seen for o in (before, after)] == [[("received", "decode-0"), ("imported", "decode-0")]] * 2
     assert len(angry.seen) == 2
     assert len(caplog.records) == 1
     assert "Angry failed in kvbaton_milestone (RuntimeError: I do not like this)" in caplog.text
@@ -157,7 +157,7 @@ def test_a_forgotten_marker_is_not_an_observer_that_is_never_called():
 
     observer = Unmarked()
     milestone(Hooks([observer]))
-    assert observer.seen == ["RECEIVED"]
+    assert observer.seen == ["received"]
 
 
 def test_an_argument_that_the_hook_does_not_have_is_an_error():
@@ -222,7 +222,7 @@ def test_installed_observers_are_loaded_one_by_one_and_broken_ones_left_out(tmp_
     hooks.add_installed()
     milestone(hooks)
 
-    assert sys.modules["obs_good"].seen == ["RECEIVED"]
+    assert sys.modules["obs_good"].seen == ["received"]
     assert "obs_broken_hooks of obs_broken 1.5 is left out: ModuleNotFoundError" in caplog.text
     assert "obs_misspelt_hooks of obs_misspelt 1.5 is left out: PluginBroken" in caplog.text
 

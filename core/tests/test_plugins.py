@@ -150,6 +150,11 @@ def test_an_unknown_name_lists_what_is_installed_the_closest_match_and_the_first
     assert error.installed == ("nixl",)
 
 
+def test_a_name_that_resembles_nothing_still_gets_the_closest(installed):
+    installed.connector("loopback", "kvbaton-loopback")
+    assert 'The closest is "loopback".' in str(refusal(TransportNotFound, "nope", Need()))
+
+
 def test_a_first_party_name_that_is_not_installed_says_how_to_install_it(installed):
     error = refusal(TransportNotFound, "cuda_ipc", Need())
     assert str(error) == 'no transport "cuda_ipc". Installed: none. Install it: pip install kvbaton-cuda-ipc'

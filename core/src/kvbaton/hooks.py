@@ -59,7 +59,7 @@ class Specifications:
     def kvbaton_milestone(
         self, transfer: TransferId, request: RequestKey, stage: str, milestone: str, at: float
     ) -> None:
-        """A transfer reached ``milestone`` (a name of C4, such as ``RECEIVED``), on the evidence of ``stage``.
+        """A transfer reached ``milestone`` (a :class:`~kvbaton.handoff.table.Milestones`), on the evidence of ``stage``.
 
         Runs once for each milestone of a transfer, when the coordinator learns of it.
         """
@@ -68,7 +68,7 @@ class Specifications:
     def kvbaton_request_finished(self, record: RequestRecord) -> None:
         """A request is terminal for its caller: finished, cancelled or failed.  Runs exactly once per request.
 
-        Its memory may still be draining: that is what ``RETIRED`` milestones tell.
+        Its memory may still be draining: that is what later milestones tell.
         """
 
     @hookspec

@@ -10,6 +10,7 @@ to do.
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -287,7 +288,9 @@ def _not_found(group: str, name: str) -> PluginNotFound:
     if name in first_party:
         advice = f" Install it: pip install {first_party[name]}"
     else:
-        advice = closest(name, known) + (f" First-party {word}s: {', '.join(absent)}" if absent else "")
+        nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
+        advice = closest(name, known) or (f' The closest is "{nearest[0]}".' if nearest else "")
+        advice += f" First-party {word}s: {', '.join(absent)}" if absent else ""
     kind = TransportNotFound if group == CONNECTORS else EngineNotFound
     return kind(
         f'no {word} "{name}". Installed: {", ".join(installed) or "none"}.{advice}',

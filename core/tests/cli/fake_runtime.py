@@ -80,7 +80,7 @@ class FakeRuntime:
         self.log.append(f"add {request_id}")
         answer = list(reversed(request.prompt))[: request.sampling.max_tokens]
         self.live[request_id] = (request, answer)
-        for milestone in ("RESERVED", "RECEIVED", "ACTIVATED"):
+        for milestone in ("reserved", "received", "activated"):
             self.hooks.tell(
                 "kvbaton_milestone", transfer="0" * 32, request=request_id, stage="d", milestone=milestone, at=0.0
             )
@@ -128,7 +128,7 @@ class FakeRuntime:
         return RequestRecord(
             request_id, "0" * 32, len(request.prompt), tokens, (1,) * count, reason, error,  # type: ignore[arg-type]
             chunks=2, segments=6, bytes=4096, prefill="prefill-0", decode="decode-0",
-            milestones={"RESERVED": 0.001, "RECEIVED": 0.0125},
+            milestones={"reserved": 0.001, "received": 0.0125},
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def test_one_prompt_prints_its_text_and_then_the_tables(kvbaton, fake):
     result = kvbaton(*PROMPT, "one two three")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("three two one\n")
-    for fact in ("requests", "prefill-0 → decode-0", "4.0 KiB", "length", "RESERVED", "1.0", "RECEIVED", "12.5"):
+    for fact in ("request", "prefill-0 → decode-0", "4.0 KiB", "length", "reserved", "1.0", "received", "12.5"):
         assert fact in result.stdout
     assert result.stderr == ""
     assert fake.log == ["start", "add 1", "close"]
@@ -61,7 +61,7 @@ def test_json_is_exactly_one_object(kvbaton):
     )
     assert len(first["token_ids"]) == 2
     assert (first["chunks"], first["bytes"]) == (2, 4096)
-    assert first["milestones"] == {"RESERVED": 0.001, "RECEIVED": 0.0125}
+    assert first["milestones"] == {"reserved": 0.001, "received": 0.0125}
     assert second["text"] == "three"
 
 

@@ -141,13 +141,13 @@ def test_the_progress_line_counts_states_from_milestones():
     def reach(request, milestone):
         hooks.tell("kvbaton_milestone", transfer="0" * 32, request=request, stage="s", milestone=milestone, at=0.0)
 
-    reach("a", "RESERVED")
-    reach("b", "ACTIVATED")
-    reach("b", "RECEIVED")  # late news changes nothing
-    reach("b", "RETIRED")
-    reach("unknown", "RESERVED")
+    reach("a", "reserved")
+    reach("b", "activated")
+    reach("b", "received")  # late news changes nothing
+    reach("b", "retired")
+    reach("unknown", "reserved")
     tally.finish("c")
-    reach("c", "RESERVED")
+    reach("c", "reserved")
     tally.tokens = 12
     assert tally.line().startswith("4 requests: 1 waiting, 1 prefilling, 1 decoding, 1 done · 12 tokens · ")
     assert hooks.failures == {}

@@ -92,7 +92,7 @@ def _one(answer: Answer) -> dict[str, Any]:
 
 def print_tables(console: Console, answers: Sequence[Answer]) -> None:
     """What each request took, and when it reached each milestone."""
-    table = Table(title="requests", title_justify="left")
+    table = Table()
     table.add_column("request", overflow="fold")
     for name in ("prompt", "tokens", "chunks", "segments", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -109,8 +109,8 @@ def print_tables(console: Console, answers: Sequence[Answer]) -> None:
     console.print(table)
     for start in range(0, len(answers), _ACROSS):
         some = answers[start : start + _ACROSS]
-        times = Table(title="milestones, ms since the request", title_justify="left")
-        times.add_column("milestone", no_wrap=True)
+        times = Table()
+        times.add_column("ms since the request", no_wrap=True)
         for answer in some:
             times.add_column(answer.prompt.id, justify="right", overflow="fold")
         for milestone in _in_order([answer.record.milestones for answer in some]):

@@ -67,10 +67,11 @@ class Tally:
     """
 
     _WORDS = {
-        "RESERVED": "prefilling", "SUBMITTED": "prefilling", "SOURCE_READY": "prefilling", "COMMITTED": "arriving",
-        "HANDLE_DONE": "arriving", "RECEIVED": "received", "IMPORTED": "received", "ACTIVATED": "decoding",
+        "placed": "reserving", "reserved": "prefilling", "prefill_started": "prefilling", "source_ready": "prefilling",
+        "submitted": "prefilling", "committed": "arriving", "handle_done": "arriving", "received": "received",
+        "imported": "received", "activated": "decoding", "first_token": "decoding",
     }  # fmt: skip
-    _ORDER = ("waiting", "prefilling", "arriving", "received", "decoding", "done")
+    _ORDER = ("waiting", "reserving", "prefilling", "arriving", "received", "decoding", "done")
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
@@ -85,7 +86,7 @@ class Tally:
 
     @hookimpl
     def kvbaton_milestone(self, request: str, milestone: str) -> None:
-        word = self._WORDS.get(milestone.upper())
+        word = self._WORDS.get(milestone)
         now = self._states.get(request, "done")
         if word is not None and self._ORDER.index(word) > self._ORDER.index(now):
             self._states[request] = word
