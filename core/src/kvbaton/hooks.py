@@ -59,7 +59,7 @@ class Specifications:
     def kvbaton_milestone(
         self, transfer: TransferId, request: RequestKey, stage: str, milestone: str, at: float
     ) -> None:
-        """A transfer reached ``milestone`` (a :class:`~kvbaton.handoff.table.Milestones`), on the evidence of ``stage``.
+        """A transfer reached ``milestone`` (of :class:`~kvbaton.handoff.table.Milestones`), as ``stage`` knows.
 
         Runs once for each milestone of a transfer, when the coordinator learns of it.
         """
