@@ -172,15 +172,17 @@ class DeadlineSettings(_Group):
     reserve: Seconds = 60.0
     """From Reserve to its answer. Owner: the coordinator. Then: the request fails, the decode stage releases."""
     prefill_start: Seconds = 120.0
-    """From Prefill to the first computed range. Owner: the prefill stage. Then: the request fails and drains."""
+    """From Prefill to the first sign of progress, the stage's own queue included. Owner: the coordinator. Then: the
+    request fails and is cancelled on both sides."""
     prefill_idle: Seconds = 120.0
-    """Between two computed ranges of one request. Owner: the prefill stage. Then: the request fails and drains."""
+    """Between two signs of progress of one prefill. Owner: the coordinator. Then: the request fails and is cancelled on
+    both sides."""
     chunk: Seconds = 30.0
     """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's
     memory is quarantined until its transport or a fence proves it quiet."""
     receipts: Seconds = 30.0
-    """From Commit to the last receipt. Owner: the decode stage. Then: the request fails; its blocks are held until no
-    writer is left."""
+    """From Commit to Received. Owner: the coordinator. Then: the request fails; the decode stage holds its blocks until
+    no writer is left."""
     drain: Seconds = 60.0
     """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it
     counts as lost, is killed and joined."""
