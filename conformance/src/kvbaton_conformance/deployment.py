@@ -247,7 +247,7 @@ class Deployment:
             if isinstance(event, ChannelLost):
                 self._carry_out(self.coordinator.peer_lost(event.peer, event.reason, self.clock()))
             else:
-                self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))  # type: ignore[arg-type]
+                self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))
         for seat in self.seats.values():
             if seat.stage.ended and not seat.joined:
                 self._joined(seat)

@@ -507,7 +507,8 @@ class ScriptedEngine:
     def _rows(self, table: Sequence[int], component: int, start: int, end: int) -> Bytes:
         width = self.model.token_bytes[component]
         addresses = self._addresses(table, component, start, end)
-        return self._memory[addresses[:, None] + np.arange(width)[None, :]]
+        rows: Bytes = self._memory[addresses[:, None] + np.arange(width)[None, :]]
+        return rows
 
     def _write(self, sequence: _Sequence, start: int, histories: Words) -> None:
         skip = max(sequence.shared - start, 0)

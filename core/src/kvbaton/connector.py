@@ -68,8 +68,7 @@ class MemoryRegion:
         if self.kind != "host":
             raise LocalProtocolError(f"region {self.id} is {self.kind} memory: the host cannot address it")
         buffer = (ctypes.c_uint8 * self.length).from_address(self.address)
-        view = np.frombuffer(buffer, dtype=np.uint8)
-        return view
+        return np.ctypeslib.as_array(buffer)
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

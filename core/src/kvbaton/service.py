@@ -375,7 +375,7 @@ class Service:
                 )
             case _:
                 pass
-        self._carry_out(self._machine.handle(peer, message, now), now)  # type: ignore[arg-type]
+        self._carry_out(self._machine.handle(peer, message, now), now)
         if isinstance(message, messages.Connected):
             self._check_ready()
 
