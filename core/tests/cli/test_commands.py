@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -148,5 +148,5 @@ def test_a_terminal_that_cannot_show_a_character_is_no_error(process):
 
 
 def test_the_program_is_where_the_script_points():
-    scripts = Path(plugins.__file__).parents[2] / "pyproject.toml"
-    assert 'kvbaton = "kvbaton.cli:main"' in scripts.read_text()
+    (script,) = entry_points(group="console_scripts", name="kvbaton")
+    assert script.value == "kvbaton.cli:main"
