@@ -144,7 +144,7 @@ def test_an_unknown_name_lists_what_is_installed_the_closest_match_and_the_first
     error = refusal(TransportNotFound, "nixxl", Need())
     assert str(error) == (
         'no transport "nixxl". Installed: nixl (kvbaton-nixl 1.2). Did you mean "nixl"? First-party transports:'
-        " pip install kvbaton-loopback, pip install kvbaton-cuda-ipc, pip install kvbaton-ucx"
+        " pip install kvbaton-loopback, pip install kvbaton-cuda-ipc"
     )
     assert error.name == "nixxl"
     assert error.installed == ("nixl",)

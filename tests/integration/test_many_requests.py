@@ -15,6 +15,7 @@ from kvbaton import PDRuntime, Request, RequestOutput, RequestRecord, SamplingPa
 from kvbaton.segments import Segments
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
 from kvbaton_loopback import connector as loopback
+from kvbaton_loopback.copying import copy_segments
 
 #: Seconds that everything may take; a healthy run needs two.
 PATIENCE = 60.0
@@ -160,10 +161,10 @@ def test_a_real_model_agrees_under_load(stages: tuple[int, int]) -> None:
 @pytest.mark.clause("A1", "T3")
 def test_one_damaged_byte_changes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of this file: one bit of one byte, flipped on the wire."""
-    copy, damaged = loopback.copy_segments, []
+    damaged: list[tuple[int, int]] = []
 
     def copy_and_damage(source: Segments, sources: Any, target: Segments, targets: Any) -> None:
-        copy(source, sources, target, targets)
+        copy_segments(source, sources, target, targets)
         if not damaged:
             region, offset, _ = target.triples()[0]
             targets[region][offset] ^= 1

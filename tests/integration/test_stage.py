@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ class World(Deployment):
     ``revocable`` False: D cannot take a grant back by itself, as with most transports.
     """
 
-    def __init__(self, *, revocable: bool = False, **more: object) -> None:
+    def __init__(self, *, revocable: bool = False, **more: Any) -> None:
         self.revocable = revocable
         self.fake = FakeClock()
         self.flow = True
@@ -62,15 +63,14 @@ class World(Deployment):
 
     @property
     def p(self) -> SourcePhase | None:
-        return self._phase("prefill-0")
+        return next(iter(self._phases("prefill-0")), None)
 
     @property
     def d(self) -> DestinationPhase | None:
-        return self._phase("decode-0")
+        return next(iter(self._phases("decode-0")), None)
 
-    def _phase(self, name: str) -> object:
-        phases = list(self.seats[name].stage.machine.transfers().values())
-        return phases[0] if phases else None
+    def _phases(self, name: str) -> list[Any]:
+        return list(self.seats[name].stage.machine.transfers().values())
 
     def settle(self, turns: int = 50) -> None:
         for _ in range(turns):

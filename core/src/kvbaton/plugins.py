@@ -48,7 +48,7 @@ FIRST_PARTY: Final[Mapping[str, Mapping[str, str]]] = {
         "loopback": "kvbaton-loopback",
         "nixl": "kvbaton-nixl",
         "cuda_ipc": "kvbaton-cuda-ipc",
-        "ucx": "kvbaton-ucx",
+        "ucx": "kvbaton-cuda-ipc",
     },
     ENGINES: {"transformers": "kvbaton-transformers"},
 }
@@ -284,7 +284,8 @@ def _not_found(group: str, name: str) -> PluginNotFound:
     first_party = FIRST_PARTY[group]
     word = _WORD[group]
     known = names | set(first_party) | ({AUTO} if group == CONNECTORS else set())
-    absent = [f"pip install {dist}" for first, dist in first_party.items() if first not in names]
+    # one distribution may bring several
+    absent = dict.fromkeys(f"pip install {dist}" for first, dist in first_party.items() if first not in names)
     if name in first_party:
         advice = f" Install it: pip install {first_party[name]}"
     else:
