@@ -134,6 +134,7 @@ def test_an_unknown_or_missing_field_is_refused(number):
         ["Ack", T],
         None,
         {**fields(ONE_OF_EACH[0]), "ordinal": 0},
+        {**fields(ONE_OF_EACH[0]), "source": {"name": "prefill-0", "epoch": 1, "pid": 3}},
         {**fields(ONE_OF_EACH[0]), "request": {**fields(REQUEST), "prompt": []}},
         {**fields(ONE_OF_EACH[0]), "request": {**fields(REQUEST), "cheap": True}},
     ],

@@ -28,7 +28,7 @@ def new_transfer_id() -> TransferId:
     return TransferId(uuid.uuid4().hex)
 
 
-class PeerId(msgspec.Struct, frozen=True, order=True):
+class PeerId(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
     """One process lifetime of one stage: its configured name and the epoch of this start (C1.4).
 
     Epochs of one name grow with every start, so that an older one can be told from a newer one.

@@ -618,6 +618,7 @@ def test_senders_are_stopped_and_joined_before_receivers_are_stopped():
     assert {e.peer for e in orders(effects, fx.Join)} == {P0, P1}
     assert desk.ends("a")[0].ending is fx.Ending.FAILED
     assert not sent(desk.did(desk.c.peer_joined(P0, desk.now)), Stop)
+    assert not orders(desk.hear(D0, PeerDown(P1, quiet=True)), fx.Fault)  # it was to be expected
     effects = desk.did(desk.c.peer_joined(P1, desk.now))
     assert sent(effects)[-1] == (D0, Stop())
     assert sent(effects, Disconnect) == [(D0, Disconnect(P1))]

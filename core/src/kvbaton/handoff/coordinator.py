@@ -616,7 +616,8 @@ class Coordinator:
         if sender is d and message.quiet and d.status is _UP:
             # D's memory is fenced; P may still be reading its own, so P's credit stays out
             effects += [SendTo(d.id, Release(e.transfer)) for e in told if e.phase is _ENDED and e.d_out]
-        effects.append(Fault(None, cause))
+        if other.status is _UP and not (p.leaving or d.leaving):  # else it is what was to be expected
+            effects.append(Fault(None, cause))
         self._refuse_unserved(effects)
 
     def _fatal_peer(self, sender: _Peer, message: Fatal, effects: Effects) -> None:
@@ -635,7 +636,7 @@ class Coordinator:
             return
         self._move(entry, _PREFILLING)
         p = entry.p
-        p.ordinal += 1  # numbered on its own channel, when it is sent (A4)
+        p.ordinal += 1  # numbered on its own channel, when it is sent (C1.2)
         prefill = Prefill(entry.transfer, p.ordinal, entry.waiting.request, message.reservation, entry.d.id)
         effects.append(SendTo(p.id, prefill))
         effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.RESERVED, entry.d.id))
