@@ -35,7 +35,7 @@ def gather(channels, count: int, seconds: float = 10.0) -> list:
     deadline = time.monotonic() + seconds
     while len(found) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} came within {seconds} s: {found[-3:]}"
-        channels.wait(1.0)
+        channels.wait(30.0)  # longer than the test may take: the event itself must end it
         found += channels.receive()
     return found
 

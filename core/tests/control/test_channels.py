@@ -134,9 +134,9 @@ def test_a_coordinator_that_closes_is_seen_by_its_stages(links):
     stage.send(links.message(2))
     assert stage.statistics().dropped == {("transfer", "gone-peer"): 1}
     begin = time.monotonic()
-    stage.wait(0.2)  # a lost channel does not make its owner spin
-    stage.wait(0.2)
-    assert time.monotonic() - begin > 0.15
+    for _ in range(20):
+        stage.wait(0.02)
+    assert time.monotonic() - begin > 0.2, "a lost channel must not make its owner spin"
 
 
 def test_a_severed_channel_keeps_its_first_reason_and_wakes(links):

@@ -70,7 +70,7 @@ def test_rubbish_is_refused_and_counted_and_the_channel_goes_on(raw):
     rubbish = [b"", b"\x00", b"\xff" * 50, b"{}", os.urandom(100), encode(envelope(1000, 1, Stop()))[:-1]]
     for data in rubbish:
         dealer.send(data)
-    dealer.send_multipart([b"two", b"frames"])
+    dealer.send_multipart([encode(envelope(PEER.epoch, 1, Stop())), b"a second frame"])
     dealer.send(b"x" * 5000)
     assert settle(coordinator, dealer) == [Received(PEER, Stop())]
     assert coordinator.statistics().dropped == {

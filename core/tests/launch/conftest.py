@@ -52,13 +52,15 @@ class Launched:
             environment=environment or {},
         )
 
+    # Each wait below is longer than the test may take: it must be ended by the event itself, not by its timeout.
+
     def gather(self, count: int, seconds: float = 20.0) -> list:
         """``count`` events of the channels."""
         found = []
         deadline = time.monotonic() + seconds
         while len(found) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} within {seconds} s: {found}"
-            self.channels.wait(1.0)
+            self.channels.wait(30.0)
             found += self.channels.receive()
         return found
 
@@ -68,7 +70,7 @@ class Launched:
         deadline = time.monotonic() + seconds
         while len(found) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} ends within {seconds} s"
-            self.channels.wait(1.0)
+            self.channels.wait(30.0)
             self.channels.receive()
             found += self.launcher.exited()
         return found

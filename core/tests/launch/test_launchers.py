@@ -59,6 +59,15 @@ def test_an_exit_status_comes_through_and_the_last_message_too(launched):
     assert str(handle.death()).startswith("stage prefill-0 ended: exit status 3.")
 
 
+@pytest.mark.clause("C6.2")
+def test_an_end_wakes_the_coordinator_by_itself(launched):
+    """A lost channel is no end: the launcher has its own word."""
+    handle = launched.start("mute")
+    [lost] = launched.gather(1)
+    assert isinstance(lost, ChannelLost)
+    assert launched.exits(1) == [handle]
+
+
 def test_a_kill_ends_a_stage_that_looks_at_its_lifeline(launched):
     handle = launched.start("obedient")
     launched.gather(1)

@@ -51,11 +51,21 @@ def test_a_lifeline_calls_each_watcher_once_and_keeps_its_first_reason():
     assert lifeline.wait(0.0)
 
 
+@pytest.fixture
+def output():
+    """The reading end of what a stage prints into."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    yield read
+    os.close(read)
+    os.close(write)
+
+
 @pytest.mark.clause("C6.6")
-def test_a_process_lifeline_is_cut_when_the_pipe_ends():
+def test_a_process_lifeline_is_cut_when_the_pipe_ends(output):
     read, write = os.pipe()
     severed = threading.Event()
-    lifeline = ProcessLifeline(read, os.getppid(), severed.set)
+    lifeline = ProcessLifeline(read, output, os.getppid(), severed.set)
     try:
         assert lifeline.cut is None
         os.close(write)
@@ -66,10 +76,10 @@ def test_a_process_lifeline_is_cut_when_the_pipe_ends():
 
 
 @pytest.mark.clause("C6.6")
-def test_a_process_lifeline_knows_a_coordinator_that_was_gone_before():
+def test_a_process_lifeline_knows_a_coordinator_that_was_gone_before(output):
     read, write = os.pipe()
     severed = threading.Event()
-    lifeline = ProcessLifeline(read, 2**22 - 1, severed.set)
+    lifeline = ProcessLifeline(read, output, 2**22 - 1, severed.set)
     try:
         assert severed.wait(20.0)
         assert "before" in lifeline.cut
@@ -78,9 +88,9 @@ def test_a_process_lifeline_knows_a_coordinator_that_was_gone_before():
         os.close(write)
 
 
-def test_a_process_lifeline_that_is_closed_is_not_cut():
+def test_a_process_lifeline_that_is_closed_is_not_cut(output):
     read, write = os.pipe()
-    lifeline = ProcessLifeline(read, os.getppid(), lambda: None)
+    lifeline = ProcessLifeline(read, output, os.getppid(), lambda: None)
     lifeline.close()
     lifeline.close()
     assert lifeline.cut is None

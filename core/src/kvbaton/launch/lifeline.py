@@ -51,13 +51,19 @@ class ProcessLifeline(FlagLifeline):
 
     The pipe's end is read as soon as that process is gone or lets go.  Where the system offers a descriptor for a
     process, that is watched too: a child that the application forked may hold the pipe open for longer.
-    ``pipe`` (a descriptor) belongs to the lifeline from now on.  ``severed`` runs before any other callback.
+
+    ``output`` is the reading end of the pipe that the stage prints into.  That it is open here too means that printing
+    never fails, however the launcher ends; once the lifeline is cut this thread reads and drops what is printed, so
+    that printing never blocks either.  A stage without a coordinator may drain in peace.
+
+    ``severed`` runs before any other callback.  Both descriptors belong to the lifeline from now on.
     """
 
-    def __init__(self, pipe: int, coordinator_pid: int, severed: Callable[[], None]) -> None:
+    def __init__(self, pipe: int, output: int, coordinator_pid: int, severed: Callable[[], None]) -> None:
         super().__init__()
         self.watch(severed)
         self._pipe = pipe
+        self._output = output
         self._process: int | None = None
         with contextlib.suppress(OSError, AttributeError):
             self._process = os.pidfd_open(coordinator_pid)
@@ -68,29 +74,37 @@ class ProcessLifeline(FlagLifeline):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching and give the descriptors back.  Idempotent."""
+        """Stop watching and give the descriptors back, but for ``output``: what is still printed finds it open.
+
+        Idempotent.
+        """
         self._bell.ring()
         self._thread.join()
         self._bell.close()
 
     def _watch_over(self) -> None:
-        poll = select.poll()
-        poll.register(self._bell.fileno(), select.POLLIN)
-        poll.register(self._pipe, select.POLLIN)
-        if self._process is not None:
-            poll.register(self._process, select.POLLIN)
         try:
             if self._orphan:
                 self.sever("the coordinator's process was gone before this stage had started")
-                return
-            ready = {fd for fd, _ in poll.poll()}
-            if self._bell.fileno() in ready:
-                return
-            if self._process in ready:
-                self.sever("the coordinator's process is gone")
             else:
-                self.sever("the coordinator's process is gone, or it let go of this stage")
+                ready = self._poll(self._pipe, self._process)
+                if self._process in ready:
+                    self.sever("the coordinator's process is gone")
+                elif self._pipe in ready:
+                    self.sever("the coordinator's process is gone, or it let go of this stage")
         finally:
             os.close(self._pipe)
             if self._process is not None:
                 os.close(self._process)
+        while self._output in self._poll(self._output):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._output, 1 << 16)
+
+    def _poll(self, *fds: int | None) -> set[int]:
+        """Those of ``fds`` that are ready, once any is; none when the lifeline is being closed."""
+        poll = select.poll()
+        for fd in (self._bell.fileno(), *fds):
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll()}
+        return set() if self._bell.fileno() in ready else ready

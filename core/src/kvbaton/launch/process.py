@@ -1,8 +1,8 @@
 """Stages as processes: started clean, watched, killed if need be, and joined.
 
 Each stage is ``python -m kvbaton.launch.worker`` in a session of its own, so that Ctrl-C in a terminal reaches the
-application only.  It inherits nothing but a pipe, which is both its order and its lifeline, and another for what it
-prints.  One thread of the launcher watches every stage's end (a descriptor of its process where the system has them)
+application only.  It inherits nothing but a pipe, which is both its order and its lifeline, and the pipe that it prints
+into.  One thread of the launcher watches every stage's end (a descriptor of its process where the system has them)
 and reads what it prints.
 
 *What a join proves*: the process, every thread of it and every process it left in its session's process group were
@@ -170,23 +170,10 @@ class ProcessLauncher:
         if self._closing:
             raise LocalProtocolError(f"the launcher is closed; stage {spec.name} was not started")
         peer = PeerId.start(spec.name)
-        order = Order(
-            spec=spec,
-            ticket=self._channels.ticket(peer),
-            coordinator_pid=os.getpid(),
-            path=[str(entry) or str(Path.cwd()) for entry in sys.path],
-            orphan_grace=self._orphan_grace,
-        )
-        try:
-            line = msgspec.json.encode(order) + b"\n"
-        except (TypeError, ValueError) as error:
-            raise StartupError(
-                f"stage {spec.name} cannot be started: its settings do not fit JSON: {error}", stage=spec.name
-            ) from error
         self._channels.add(peer)
         try:
-            handle = self._spawn(peer, spec, line)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            handle = self._spawn(peer, spec)
+        except (OSError, TypeError, ValueError, subprocess.SubprocessError) as error:
             self._channels.remove(peer)
             raise StartupError(f"stage {spec.name} cannot be started: {error}", stage=spec.name) from error
         with self._lock:
@@ -225,7 +212,7 @@ class ProcessLauncher:
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, peer: PeerId, spec: StageSpec, line: bytes) -> ProcessHandle:
+    def _spawn(self, peer: PeerId, spec: StageSpec) -> ProcessHandle:
         with ExitStack() as parent, ExitStack() as child:
             order_read, order_write = os.pipe()
             parent.callback(os.close, order_write)
@@ -233,6 +220,18 @@ class ProcessLauncher:
             output_read, output_write = os.pipe()
             parent.callback(os.close, output_read)
             child.callback(os.close, output_write)
+            order = Order(
+                spec=spec,
+                ticket=self._channels.ticket(peer),
+                coordinator_pid=os.getpid(),
+                output=output_read,
+                path=[str(entry) or str(Path.cwd()) for entry in sys.path],
+                orphan_grace=self._orphan_grace,
+            )
+            try:
+                line = msgspec.json.encode(order) + b"\n"
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"its settings do not fit JSON: {error}") from error
             # the order must fit the pipe, so that writing it waits for nobody
             if len(line) > _LARGEST_PIPE_BYTES:
                 raise ValueError(f"its settings are {len(line)} bytes of JSON, more than {_LARGEST_PIPE_BYTES}")
@@ -247,6 +246,7 @@ class ProcessLauncher:
                 stdin=order_read,
                 stdout=output_write,
                 stderr=output_write,
+                pass_fds=(output_read,),  # see the lifeline
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
             )

@@ -24,6 +24,7 @@ from kvbaton.launch.lifeline import ProcessLifeline
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher tells a stage's process.
 
+    ``output``: the descriptor of the reading end of what the stage prints into.
     ``path``: the launcher's module search path, so that the entry is found where the application would find it.
     ``orphan_grace``: seconds after which a stage without a coordinator is ended if it has not ended by itself.
     """
@@ -31,6 +32,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     spec: StageSpec
     ticket: Ticket
     coordinator_pid: int
+    output: int
     path: list[str]
     orphan_grace: float
 
@@ -41,7 +43,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     pipe = os.dup(0)  # not inheritable, as every descriptor that Python makes
-    _null_over(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     line = _read_line(pipe)
     if not line:
         os.close(pipe)
@@ -50,14 +54,13 @@ def main() -> int:
     order = msgspec.json.decode(line, type=Order)
     sys.path[:] = order.path
 
+    os.set_inheritable(order.output, False)
+
     def severed() -> None:
-        # nobody reads the log any more: writing to it would raise in whoever drains
-        _null_over(1)
-        _null_over(2)
         # C6.6: the stage ends itself; should it hang, even in native code that never lets Python run, this ends it
         faulthandler.dump_traceback_later(order.orphan_grace, exit=True)
 
-    lifeline = ProcessLifeline(pipe, order.coordinator_pid, severed)
+    lifeline = ProcessLifeline(pipe, order.output, order.coordinator_pid, severed)
     try:
         entry = resolve(order.spec.entry)
         channel = ZmqStageChannel(order.ticket)
@@ -74,12 +77,6 @@ def main() -> int:
         return 1
     finally:
         lifeline.close()
-
-
-def _null_over(fd: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, fd)
-    os.close(null)
 
 
 def _read_line(fd: int) -> bytes:

@@ -76,6 +76,13 @@ def describe(spec, channel, lifeline):
     return 0
 
 
+def mute(spec, channel, lifeline):
+    """Gives its channel up, and ends only some time after."""
+    channel.close()
+    time.sleep(0.3)
+    return 0
+
+
 def flood(spec, channel, lifeline):
     """Prints without end."""
     channel.send(Fatal("flooding"))
@@ -98,9 +105,3 @@ def _note(spec, text):
         partial = path.with_suffix(".partial")
         partial.write_text(text)
         partial.rename(path)
-
-
-def slow_start(spec, channel, lifeline):
-    """Computes without looking at anything for a while (in native code, the GIL released)."""
-    time.sleep(float(spec.settings["seconds"]))
-    return echo(spec, channel, lifeline)
