@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,7 +37,8 @@ class Component(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     ``dtype`` is part of the meaning (two stages must agree); ``region``, ``base`` and ``block_stride`` are not.
     ``per_block``: one value per block instead of one per token (a scale of a whole block): ``token_bytes`` is then that
-    value's size, and it travels once, with the range that completes the block or, for an unfinished one, with the last.
+    value's size, and it travels with the one range that holds its block, so ranges of such a plane start at block
+    edges, and an engine that has one reports a valid prefix rounded down to a block edge.
     """
 
     region: Natural
@@ -87,35 +88,43 @@ class KVGeometry:
     final_slots: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "identity", dict(sorted(self.identity.items())))
+        identity = dict(self.identity)
+        _require(
+            all(isinstance(text, str) for item in identity.items() for text in item),
+            "identity", f"is {identity!r}: names and values are text",
+        )  # fmt: skip
+        object.__setattr__(self, "identity", dict(sorted(identity.items())))
         object.__setattr__(self, "planes", tuple(self.planes))
-        _require(self.block_tokens >= 1, "block_tokens", f"is {self.block_tokens}: a block holds at least 1 token")
+        _require_natural(self.block_tokens, "block_tokens", at_least=1)
         _require(bool(self.planes), "planes", "is empty: a cache has at least one plane")
         names = [plane.name for plane in self.planes]
         _require(len(set(names)) == len(names), "planes", f"has a name twice: {', '.join(names)}")
+        final = self._final_place()
         for plane in self.planes:
             where = f"plane {plane.name}"
             _require(bool(plane.components), where, "has no components")
-            _require(plane.blocks >= 1, f"{where}, blocks", f"is {plane.blocks}: at least 1 is needed")
-            for index, c in enumerate(plane.components):
-                at = f"{where}, component {index}"
-                _require(c.token_bytes >= 1, f"{at}, token_bytes", f"is {c.token_bytes}: at least 1 is needed")
-                _require(min(c.region, c.base) >= 0, at, "has a negative region or base")
-                extent = c.token_bytes * (1 if c.per_block else self.block_tokens)
-                _require(
-                    c.block_stride >= extent, f"{at}, block_stride",
-                    f"is {c.block_stride}: a block of it has {extent} bytes, so blocks would overlap",
-                )  # fmt: skip
-        _require(self.final_bytes >= 0, "final_bytes", f"is {self.final_bytes}: it cannot be negative")
-        if self.final_bytes:
-            _require(
-                self.final_slots >= 1, "final_slots", f"is {self.final_slots}: at least 1 is needed for a final payload"
-            )
-            _require(min(self.final_region, self.final_base) >= 0, "final_base", "or final_region is negative")
-            _require(
-                self.final_stride >= self.final_bytes, "final_stride",
-                f"is {self.final_stride}: slots of {self.final_bytes} bytes would overlap",
-            )  # fmt: skip
+            _require_natural(plane.blocks, f"{where}, blocks", at_least=1)
+            places = [
+                _place(c, plane.blocks, self.block_tokens, f"{where}, component {index}")
+                for index, c in enumerate(plane.components)
+            ]
+            # planes may share storage, as their tables tell them apart; what one table addresses may not (C3.2)
+            _require_disjoint([*places, *final], where)
+
+    def _final_place(self) -> list[_Place]:
+        for field in ("final_bytes", "final_region", "final_base", "final_stride", "final_slots"):
+            _require_natural(getattr(self, field), field)
+        if not self.final_bytes:
+            return []
+        _require_natural(self.final_slots, "final_slots", at_least=1)
+        _require(
+            self.final_stride >= self.final_bytes, "final_stride",
+            f"is {self.final_stride}: slots of {self.final_bytes} bytes would overlap",
+        )  # fmt: skip
+        place = _Place(
+            self.final_region, self.final_base, self.final_stride, self.final_bytes, self.final_slots, "the final slots"
+        )
+        return [place.checked()]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KVGeometry) and self._wire() == other._wire()
@@ -200,6 +209,69 @@ def _require(condition: bool, field: str, text: str) -> None:
         raise GeometryError(f"geometry: {field} {text}", field=field)
 
 
+def _require_natural(value: object, field: str, at_least: int = 0) -> None:
+    # a numpy integer computes like one but does not travel
+    _require(type(value) is int, field, f"is {value!r}: a plain integer is needed")
+    _require(value >= at_least, field, f"is {value}: at least {at_least} is needed")  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """``count`` runs of ``extent`` bytes, ``stride`` apart."""
+
+    region: int
+    base: int
+    stride: int
+    extent: int
+    count: int
+    name: str
+
+    def checked(self) -> _Place:
+        _require(self.region < 2**31, self.name, f"lies in region {self.region}: ids fit 32 bits")
+        _require(self.end < 2**63, self.name, f"ends at byte {self.end}: offsets fit 64 bits")
+        return self
+
+    @property
+    def end(self) -> int:
+        return self.base + (self.count - 1) * self.stride + self.extent
+
+
+def _place(c: Component, blocks: int, block_tokens: int, at: str) -> _Place:
+    for field in ("region", "base"):
+        _require_natural(getattr(c, field), f"{at}, {field}")
+    for field in ("block_stride", "token_bytes"):
+        _require_natural(getattr(c, field), f"{at}, {field}", at_least=1)
+    extent = c.token_bytes * (1 if c.per_block else block_tokens)
+    _require(
+        c.block_stride >= extent, f"{at}, block_stride",
+        f"is {c.block_stride}: a block of it has {extent} bytes, so blocks would overlap",
+    )  # fmt: skip
+    return _Place(c.region, c.base, c.block_stride, extent, blocks, at).checked()
+
+
+def _require_disjoint(places: Sequence[_Place], where: str) -> None:
+    """No byte belongs to two of them, in whichever blocks.  Strides that do not fit together count as a conflict."""
+    ordered = sorted(places, key=lambda place: (place.region, place.base))
+    region, base, stride, extent, end = np.array(
+        [(p.region, p.base, p.stride, p.extent, p.end) for p in ordered], dtype=np.int64
+    ).T
+    for low in range(0, len(ordered), 256):  # pairs (i, j > i) in slabs, so that memory stays small
+        i, j = np.nonzero(
+            (region[low : low + 256, None] == region)
+            & (base < end[low : low + 256, None])
+            & (np.arange(len(ordered)) > np.arange(low, min(low + 256, len(ordered)))[:, None])
+        )
+        i += low
+        # both repeat with the common period: within it, j lies behind i and ends before i comes again
+        period = np.gcd(stride[i], stride[j])
+        behind = (base[j] - base[i]) % period
+        bad = (behind < extent[i]) | (behind > period - extent[j])
+        if bad.any():
+            first = int(np.argmax(bad))
+            one, other = ordered[i[first]].name, ordered[j[first]].name
+            _require(False, where, f"has bytes that belong twice: to {one} and to {other}")
+
+
 def ready_range(sent: int, computed: int, block_tokens: int, last: bool) -> tuple[int, int]:
     """Which tokens to send now, given that ``sent`` are and ``computed`` could be: ``(start, end)``, maybe empty.
 
@@ -210,24 +282,7 @@ def ready_range(sent: int, computed: int, block_tokens: int, last: bool) -> tupl
     return sent, max(end, sent)
 
 
-# -- from one stage to another
-# ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Components that follow each other without a gap in every block, on both sides: one segment per whole block."""
-
-    source_region: int
-    source_base: int
-    source_stride: int
-    target_region: int
-    target_base: int
-    target_stride: int
-    #: Bytes of a whole block; of one token, and offset of the token part, per member.
-    nbytes: int
-    members: tuple[tuple[int, int], ...]  # (offset in the group, token_bytes)
-    per_block: bool
+# -- from one stage to another -----------------------------------------------------------------------------------------
 
 
 class KVMap:
@@ -240,11 +295,18 @@ class KVMap:
         source.require_compatible(destination, "source", "destination")
         self.source = source
         self.destination = destination
-        self._tokens = source.block_tokens
-        self._planes = [
-            _PlaneMap(_grouped(s, d, self._tokens), s.blocks, d.blocks, self._tokens, s.name)
-            for s, d in zip(source.planes, destination.planes, strict=True)
-        ]
+        pairs = list(zip(source.planes, destination.planes, strict=True))
+        members = [_members(index, *pair) for index, pair in enumerate(pairs)]
+        self._members = _Runs.of([run for plane in members for run in plane])
+        self._whole = whole = _Runs.of([run for plane in members for run in _grouped(plane, source.block_tokens)])
+        # where a block fills its stride on both sides, consecutive blocks are one run
+        self._dense = (whole.nbytes == whole.stride).all(axis=0)[:, None]
+        # groups that may begin where the one before ends: beyond that there is nothing to merge
+        self._seams = 1 + np.flatnonzero((whole.region[:, 1:] == whole.region[:, :-1]).all(axis=0))
+        self._blocks = np.array(
+            [[[plane.blocks] for plane in side.planes] for side in (source, destination)], np.uint64
+        )
+        self._has_per_block = any(c.per_block for plane in source.planes for c in plane.components)
 
     def plan(
         self, source_tables: Sequence[Table], destination_tables: Sequence[Table], start: int, end: int
@@ -253,182 +315,201 @@ class KVMap:
 
         ``source_tables[plane]`` and ``destination_tables[plane]``: block ids from the sequence's first token on,
         covering at least ``end`` tokens.  ``start`` and ``end`` need not be at block edges; nothing outside them is
-        touched (C3.1). A per-block component belongs to the range that holds its block's first token at or after
-        ``start``: callers that send whole blocks first and an unfinished one last send it exactly once.
+        touched (C3.1).  A per-block value travels with the range that holds tokens of its block; so that there is one,
+        a range of a geometry that has such values starts at a block edge, and only the last one may end elsewhere (as
+        :func:`ready_range` has it).
 
-        Raises :class:`~kvbaton.errors.SegmentError` for tables that are too short or block ids that do not exist
-        (C3.6).
+        Raises :class:`~kvbaton.errors.SegmentError`, and plans nothing, for tables that are too short, block ids that
+        do not exist (C3.6), a destination block that is named twice (C3.2), or a range that starts inside a block whose
+        per-block values the destination would then hold for part of its tokens only.
         """
+        tokens = self.source.block_tokens
         if not 0 <= start <= end:
             raise SegmentError(f"C3.1: token range [{start}, {end}) is not one")
-        planes = len(self._planes)
+        planes = len(self.source.planes)
         if len(source_tables) != planes or len(destination_tables) != planes:
             raise SegmentError(
                 f"C3.2: {len(source_tables)} source and {len(destination_tables)} target tables for {planes} planes"
             )
         if start == end:
             return Segments.empty(), Segments.empty()
-        parts = [
-            plane.plan(np.asarray(source), np.asarray(target), start, end)
-            for plane, source, target in zip(self._planes, source_tables, destination_tables, strict=True)
-        ]
-        source_parts = [part for part, _ in parts]
-        target_parts = [part for _, part in parts]
-        return coalesce(source_parts[0].concat(*source_parts[1:]), target_parts[0].concat(*target_parts[1:]))
-
-
-class _PlaneMap:
-    """One plane's groups as columns, so that planning is broadcasting: groups by blocks."""
-
-    def __init__(
-        self, groups: Sequence[_Group], source_blocks: int, target_blocks: int, tokens: int, name: str
-    ) -> None:
-        self._blocks = source_blocks, target_blocks
-        self._tokens = tokens
-        self._name = name
-        self._whole = _Columns.of_groups(groups)
-        # partial blocks: per member; a member of a per-block group is sent as it is
-        self._parts = _Columns.of_members([g for g in groups if not g.per_block], tokens)
-        self._units = _Columns.of_groups([g for g in groups if g.per_block])
-
-    def plan(self, source: Table, target: Table, start: int, end: int) -> tuple[Segments, Segments]:
-        tokens = self._tokens
-        last = -(-end // tokens)
-        first = start // tokens
-        ids = self._ids(source, 0, first, last), self._ids(target, 1, first, last)
+        first, last = start // tokens, -(-end // tokens)
         head, tail = start % tokens, end % tokens
-        if last - first == 1 and (head or tail):
-            return self._partial(ids, 0, head, tail or tokens, head == 0)
-        parts = []
-        lo, hi = (1 if head else 0), (last - first - (1 if tail else 0))
-        if head:
-            parts.append(self._partial(ids, 0, head, tokens, False))
-        if hi > lo:
-            parts.append(self._whole.at(ids[0][lo:hi], ids[1][lo:hi]))
-        if tail:
-            parts.append(self._partial(ids, last - first - 1, 0, tail, True))
-        return _joined(parts)
-
-    def _partial(
-        self, ids: tuple[Offsets, Offsets], index: int, start: int, end: int, units: bool
-    ) -> tuple[Segments, Segments]:
-        """Tokens ``[start, end)`` of one block, per member; with its per-block values where ``units``."""
-        source, target = ids[0][index : index + 1], ids[1][index : index + 1]
-        parts = [self._parts.at(source, target, start, end)]
-        if units:
-            parts.append(self._units.at(source, target))
-        return _joined(parts)
-
-    def _ids(self, table: Table, side: int, first: int, last: int) -> Offsets:
-        """Block ids ``[first, last)`` of a table, checked."""
-        which = ("source", "destination")[side]
-        if table.ndim != 1 or len(table) < last:
+        if head and self._has_per_block:
             raise SegmentError(
-                f"C3.6: the {which} table of plane {self._name} has {table.size} blocks, {last} are needed",
-                plane=self._name,
+                f"C3.3: token range [{start}, {end}) starts inside a block of {tokens} tokens, whose per-block values"
+                " belong to all of its tokens: a valid prefix must end at a block edge here"
             )
-        ids = table[first:last].astype(np.int64)
-        if ids.size and (ids.min() < 0 or ids.max() >= self._blocks[side]):
-            bad = int(ids[(ids < 0) | (ids >= self._blocks[side])][0])
+        ids = self._ids((source_tables, destination_tables), first, last)
+        if not head and not tail:
+            return self._whole_blocks(ids)
+        if last - first == 1:
+            return coalesce(*self._members.of_tokens(ids[:, :, 0], head, tail or tokens))
+        parts = []
+        low, high = (1 if head else 0), (last - first - (1 if tail else 0))
+        if head:
+            parts.append(self._members.of_tokens(ids[:, :, 0], head, tokens))
+        if high > low:
+            parts.append(self._whole_blocks(ids[:, :, low:high]))
+        if tail:
+            parts.append(self._members.of_tokens(ids[:, :, -1], 0, tail))
+        (source, target), *others = parts
+        return coalesce(source.concat(*(s for s, _ in others)), target.concat(*(t for _, t in others)))
+
+    def _whole_blocks(self, ids: Offsets) -> tuple[Segments, Segments]:
+        """Every group in every block, coalesced."""
+        groups, blocks = len(self._whole.plane), ids.shape[2]
+        follows = (ids[:, :, 1:] - ids[:, :, :-1] == 1).all(axis=0)
+        if follows.any():
+            # one segment for each run of consecutive blocks, found before any is spelled out
+            begins = np.ones((groups, blocks), dtype=np.bool_)
+            np.logical_not(follows[self._whole.plane] & self._dense, out=begins[:, 1:])
+            at = np.flatnonzero(begins)
+            group, block = np.divmod(at, blocks)
+            source, target = self._whole.in_some_blocks(ids, group, block, np.append(at[1:], groups * blocks) - at)
+            seams = np.flatnonzero(block == 0)[self._seams]
+        else:
+            source, target = self._whole.in_all_blocks(ids)
+            seams = self._seams * blocks
+        if len(seams) and _any_follows(source, target, seams):
+            return coalesce(source, target)
+        return source, target
+
+    def _ids(self, tables: tuple[Sequence[Table], Sequence[Table]], first: int, last: int) -> Offsets:
+        """Block ids ``[first, last)`` of each plane's table, checked: shape ``[2, planes, blocks]``."""
+        ids = np.empty((2, len(tables[0]), last - first), dtype=np.int64)
+        for side, of_planes in enumerate(tables):
+            for plane, given in enumerate(of_planes):
+                table = np.asarray(given)
+                if table.ndim != 1 or len(table) < last or table.dtype.kind not in "iu":
+                    name = self.source.planes[plane].name
+                    raise SegmentError(
+                        f"C3.6: the {_SIDES[side]} table of plane {name} is {table.dtype}{list(table.shape)}:"
+                        f" {last} integer block ids are needed",
+                        plane=name,
+                    )
+                ids[side, plane] = table[first:last]
+        wrong = ids.view(np.uint64) >= self._blocks  # negative ones are huge
+        if wrong.any():
+            side, plane, at = (int(index[0]) for index in np.nonzero(wrong))
+            name, bad = self.source.planes[plane].name, int(ids[side, plane, at])
             raise SegmentError(
-                f"C3.6: block {bad} in the {which} table of plane {self._name}: there are {self._blocks[side]}",
-                plane=self._name, block=bad,
+                f"C3.6: block {bad} in the {_SIDES[side]} table of plane {name}: there are"
+                f" {int(self._blocks[side, plane, 0])}",
+                plane=name, block=bad,
             )  # fmt: skip
+        ordered = np.sort(ids[1], axis=1)
+        twice = ordered[:, 1:] == ordered[:, :-1]
+        if twice.any():
+            plane, at = (int(index[0]) for index in np.nonzero(twice))
+            name, bad = self.source.planes[plane].name, int(ordered[plane, at])
+            raise SegmentError(
+                f"C3.2: block {bad} is twice in the destination table of plane {name}", plane=name, block=bad
+            )
         return ids
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Runs of a block as columns, shape ``[runs]``; ``token_bytes`` scales a partial run."""
+_SIDES = ("source", "destination")
 
-    source_region: Regions
-    source_base: Offsets
-    source_stride: Offsets
-    target_region: Regions
-    target_base: Offsets
-    target_stride: Offsets
+
+class _Run(NamedTuple):
+    """Bytes of one block: a group of components that follow each other without a gap on both sides, or one of them.
+
+    Pairs are (source, target).  ``nbytes`` in a whole block; of tokens ``[a, b)`` there are
+    ``fixed_bytes + (b - a) * token_bytes``.
+    """
+
+    plane: int
+    region: tuple[int, int]
+    base: tuple[int, int]
+    stride: tuple[int, int]
+    nbytes: int
+    token_bytes: int
+    fixed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """:class:`_Run` as columns, shape ``[runs]`` or ``[2, runs]``, so that planning is broadcasting: runs by blocks."""
+
+    plane: Offsets
+    region: Regions
+    base: Offsets
+    stride: Offsets
     nbytes: Offsets
     token_bytes: Offsets
+    fixed_bytes: Offsets
 
     @classmethod
-    def of_groups(cls, groups: Sequence[_Group]) -> _Columns:
-        return cls._of([(g, 0, g.nbytes, 0) for g in groups])
-
-    @classmethod
-    def of_members(cls, groups: Sequence[_Group], tokens: int) -> _Columns:
-        return cls._of([(g, offset, size * tokens, size) for g in groups for offset, size in g.members])
-
-    @classmethod
-    def _of(cls, runs: Sequence[tuple[_Group, int, int, int]]) -> _Columns:
-        def column(kind: Any, values: list[int]) -> npt.NDArray[Any]:
-            return np.array(values, dtype=kind)
-
+    def of(cls, runs: Sequence[_Run]) -> _Runs:
+        plane, region, base, stride, *sizes = zip(*runs, strict=True)
         return cls(
-            column(np.int32, [g.source_region for g, *_ in runs]),
-            column(np.int64, [g.source_base + offset for g, offset, *_ in runs]),
-            column(np.int64, [g.source_stride for g, *_ in runs]),
-            column(np.int32, [g.target_region for g, *_ in runs]),
-            column(np.int64, [g.target_base + offset for g, offset, *_ in runs]),
-            column(np.int64, [g.target_stride for g, *_ in runs]),
-            column(np.int64, [nbytes for *_, nbytes, _ in runs]),
-            column(np.int64, [size for *_, size in runs]),
+            np.array(plane), np.array(region, np.int32).T.copy(), np.array(base).T.copy(), np.array(stride).T.copy(),
+            *map(np.array, sizes),
+        )  # fmt: skip
+
+    def in_all_blocks(self, ids: Offsets) -> tuple[Segments, Segments]:
+        """Every run in every block of its plane, block after block within a run."""
+        shape = len(self.plane), ids.shape[2]
+        # one allocation for each type: several large ones at once go back to the system after every call, and their
+        # pages cost more than the arithmetic
+        columns = np.empty((3, *shape), dtype=np.int64)
+        offsets, length = columns[:2], columns[2]
+        ids.take(self.plane, axis=1, out=offsets, mode="clip")
+        offsets *= self.stride[:, :, None]
+        offsets += self.base[:, :, None]
+        length[:] = self.nbytes[:, None]
+        return _pair(self.region.repeat(shape[1], axis=1), offsets.reshape(2, -1), length.reshape(-1))
+
+    def in_some_blocks(self, ids: Offsets, run: Offsets, block: Offsets, count: Offsets) -> tuple[Segments, Segments]:
+        """``count`` consecutive blocks from ``block`` on, for each of the runs ``run``."""
+        offsets = self.base[:, run] + self.stride[:, run] * ids[:, self.plane[run], block]
+        return _pair(self.region[:, run], offsets, count * self.nbytes[run])
+
+    def of_tokens(self, ids: Offsets, start: int, end: int) -> tuple[Segments, Segments]:
+        """Every run's tokens ``[start, end)`` in one block of its plane; ids: shape ``[2, planes]``."""
+        offsets = self.base + self.stride * ids[:, self.plane] + self.token_bytes * start
+        return _pair(self.region.copy(), offsets, self.token_bytes * (end - start) + self.fixed_bytes)
+
+
+def _pair(region: Regions, offset: Offsets, length: Offsets) -> tuple[Segments, Segments]:
+    return Segments._trusted(region[0], offset[0], length), Segments._trusted(region[1], offset[1], length)
+
+
+def _any_follows(source: Segments, target: Segments, at: Offsets) -> bool:
+    """Whether a segment of index ``at`` begins, on both sides, where the one before it in the same region ends."""
+    before = at - 1
+    length = source.length[before]
+    return bool(
+        np.any(
+            (source.offset[at] == source.offset[before] + length)
+            & (target.offset[at] == target.offset[before] + length)
         )
-
-    def at(
-        self, source: Offsets, target: Offsets, start: int | None = None, end: int | None = None
-    ) -> tuple[Segments, Segments]:
-        """The runs in each of the given blocks, block after block within a run; tokens ``[start, end)`` or all of
-        it."""
-        runs, blocks = len(self.nbytes), len(source)
-        if not runs or not blocks:
-            return Segments.empty(), Segments.empty()
-        source_offset = self.source_base[:, None] + self.source_stride[:, None] * source[None, :]
-        target_offset = self.target_base[:, None] + self.target_stride[:, None] * target[None, :]
-        length = self.nbytes
-        if start is not None and end is not None:
-            source_offset += (self.token_bytes * start)[:, None]
-            target_offset += (self.token_bytes * start)[:, None]
-            length = self.token_bytes * (end - start)
-        lengths = np.repeat(length, blocks)
-        return (
-            Segments._trusted(np.repeat(self.source_region, blocks), source_offset.ravel(), lengths),
-            Segments._trusted(np.repeat(self.target_region, blocks), target_offset.ravel(), lengths),
-        )
-
-
-def _joined(parts: Sequence[tuple[Segments, Segments]]) -> tuple[Segments, Segments]:
-    if not parts:
-        return Segments.empty(), Segments.empty()
-    first, *others = parts
-    return first[0].concat(*(s for s, _ in others)), first[1].concat(*(t for _, t in others))
-
-
-def _grouped(source: Plane, destination: Plane, tokens: int) -> list[_Group]:
-    """Components in order of their place, merged where the next begins where the last ends, on both sides, in every
-    block."""
-    pairs = sorted(
-        zip(source.components, destination.components, strict=True),
-        key=lambda pair: (pair[0].per_block, pair[0].region, pair[0].block_stride, pair[0].base),
     )
-    groups: list[_Group] = []
-    for s, d in pairs:
-        nbytes = s.token_bytes * (1 if s.per_block else tokens)
-        last = groups[-1] if groups else None
-        if (
-            last is not None
-            and last.per_block == s.per_block
-            and (last.source_region, last.source_stride) == (s.region, s.block_stride)
-            and (last.target_region, last.target_stride) == (d.region, d.block_stride)
-            and last.source_base + last.nbytes == s.base
-            and last.target_base + last.nbytes == d.base
-        ):
-            groups[-1] = _Group(
-                last.source_region, last.source_base, last.source_stride, last.target_region, last.target_base,
-                last.target_stride, last.nbytes + nbytes, (*last.members, (last.nbytes, s.token_bytes)), s.per_block,
-            )  # fmt: skip
-        else:
-            groups.append(
-                _Group(s.region, s.base, s.block_stride, d.region, d.base, d.block_stride, nbytes,
-                       ((0, s.token_bytes),), s.per_block)
-            )  # fmt: skip
+
+
+def _members(index: int, source: Plane, destination: Plane) -> list[_Run]:
+    """One run for each component of plane ``index``, in order of its place at the source; ``nbytes`` is left open."""
+    runs = [
+        _Run(
+            index, (s.region, d.region), (s.base, d.base), (s.block_stride, d.block_stride), 0,
+            0 if s.per_block else s.token_bytes, s.token_bytes if s.per_block else 0,
+        )
+        for s, d in zip(source.components, destination.components, strict=True)
+    ]  # fmt: skip
+    return sorted(runs, key=lambda run: (run.region[0], run.stride[0], run.base[0]))
+
+
+def _grouped(members: Sequence[_Run], tokens: int) -> list[_Run]:
+    """Members of one plane merged where the next begins where the last ends, on both sides, in every block."""
+    groups: list[_Run] = []
+    for run in members:
+        nbytes = run.token_bytes * tokens + run.fixed_bytes
+        if groups:
+            last = groups[-1]
+            end = last.base[0] + last.nbytes, last.base[1] + last.nbytes
+            if (run.region, run.stride, run.base) == (last.region, last.stride, end):
+                groups[-1] = last._replace(nbytes=last.nbytes + nbytes)
+                continue
+        groups.append(run._replace(nbytes=nbytes))
     return groups

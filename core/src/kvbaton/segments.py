@@ -7,6 +7,7 @@ defect. All values are immutable and safe to share between threads.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,13 +19,16 @@ from kvbaton.errors import SegmentError
 Regions = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
 
+_LARGEST = np.iinfo(np.int64).max
+_new, _set = object.__new__, object.__setattr__
+
 
 class Segments:
     """Runs of bytes ``(region, offset, length)``: columns int32, int64, int64, C-contiguous, read-only, shape ``[n]``.
 
     The constructor takes ownership of arrays that already have those types (they are made read-only, not copied).
-    Raises :class:`~kvbaton.errors.SegmentError` for columns of unequal length, negative offsets, or lengths below 1
-    (C3.6).
+    Raises :class:`~kvbaton.errors.SegmentError` for columns of unequal length or of anything but integers, negative
+    offsets, lengths below 1, or an end that does not fit 64 bits (C3.6).
     """
 
     __slots__ = ("length", "offset", "region")
@@ -40,28 +44,41 @@ class Segments:
                 f"C3.6: columns of {len(columns[0])} regions, {len(columns[1])} offsets and {len(columns[2])} lengths:"
                 " each segment needs one of each"
             )
-        if len(columns[0]) and (columns[2].min() < 1 or columns[1].min() < 0):
-            at = int(np.argmax((columns[2] < 1) | (columns[1] < 0)))
+        wrong = (columns[2] < 1) | (columns[1] < 0) | (columns[1] > _LARGEST - columns[2])
+        if wrong.any():
+            at = int(np.argmax(wrong))
             raise SegmentError(
-                f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}: "
-                " offsets are at least 0, lengths at least 1",
+                f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}:"
+                " offsets are at least 0, lengths at least 1, and the end fits 64 bits",
                 segment=at,
             )
-        self._adopt(*columns)
-
-    def _adopt(self, region: Regions, offset: Offsets, length: Offsets) -> None:
-        for name, column in (("region", region), ("offset", offset), ("length", length)):
+        for name, column in zip(("region", "offset", "length"), columns, strict=True):
             column.setflags(write=False)
-            object.__setattr__(self, name, column)
+            _set(self, name, column)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments are immutable: {name} cannot be set")
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"Segments are immutable: {name} cannot be deleted")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Segments, (self.region, self.offset, self.length)
+
     @classmethod
     def _trusted(cls, region: Regions, offset: Offsets, length: Offsets) -> Segments:
-        """Columns that are known to be valid: results of operations on valid segments."""
-        self = cls.__new__(cls)
-        self._adopt(region, offset, length)
+        """Columns that are known to be valid and that nobody else writes: made from valid segments."""
+        for column in (region, offset, length):
+            column.setflags(write=False)
+        return cls._of_read_only(region, offset, length)
+
+    @classmethod
+    def _of_read_only(cls, region: Regions, offset: Offsets, length: Offsets) -> Segments:
+        """The same of columns that are read-only: other segments' columns, or views of them."""
+        self = _new(cls)
+        _set(self, "region", region)
+        _set(self, "offset", offset)
+        _set(self, "length", length)
         return self
 
     @classmethod
@@ -72,8 +89,11 @@ class Segments:
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, int]]) -> Segments:
         """From ``(region, offset, length)`` triples."""
-        columns = np.array(list(runs), dtype=np.int64).reshape(-1, 3)
-        return cls(columns[:, 0], columns[:, 1], columns[:, 2])
+        try:
+            columns = list(zip(*[(region, offset, length) for region, offset, length in runs], strict=True))
+        except (TypeError, ValueError) as error:
+            raise SegmentError("C3.6: a segment is a triple (region, offset, length)") from error
+        return cls(*columns) if columns else _EMPTY
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +117,7 @@ class Segments:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        runs = ", ".join(map(str, self.triples()[:3]))
+        runs = ", ".join(map(str, self[:3].triples()))
         more = f", ... {len(self) - 3} more" if len(self) > 3 else ""
         return f"Segments([{runs}{more}])"
 
@@ -106,11 +126,12 @@ class Segments:
         return list(zip(self.region.tolist(), self.offset.tolist(), self.length.tolist(), strict=True))
 
     def __getitem__(self, index: slice) -> Segments:
-        """A range of segments, sharing memory."""
-        step = index.step or 1
-        if step < 1:
-            raise SegmentError("segments are sliced forwards")
-        return Segments._trusted(self.region[index], self.offset[index], self.length[index])
+        """A range of segments, sharing memory.  Columns stay contiguous, so there is no step."""
+        if not isinstance(index, slice):
+            raise TypeError(f"segments are taken by range, as in segments[2:5], not by {index!r}")
+        if index.step not in (None, 1):
+            raise SegmentError(f"segments are taken one after the other, not with a step of {index.step}")
+        return Segments._of_read_only(self.region[index], self.offset[index], self.length[index])
 
     def concat(self, *others: Segments) -> Segments:
         """These segments and then those of ``others``."""
@@ -140,7 +161,7 @@ class Segments:
         bad = (ids[at] != self.region) | (self.offset > sizes[at] - self.length)  # cannot overflow
         if bad.any():
             first = int(np.argmax(bad))
-            region, offset, length = self.triples()[first]
+            region, offset, length = self[first : first + 1].triples()[0]
             size = lengths.get(region)
             inside = "is not registered" if size is None else f"has {size} bytes"
             raise SegmentError(
@@ -170,9 +191,9 @@ class Segments:
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Segments:
         """From :meth:`to_bytes`.  Raises :class:`~kvbaton.errors.SegmentError` for anything else."""
-        count, rest = divmod(len(data), 20)
+        count, rest = divmod(memoryview(data).nbytes, 20)
         if rest:
-            raise SegmentError(f"C9.3: {len(data)} bytes are no segment list: 20 bytes each are expected")
+            raise SegmentError(f"C9.3: {memoryview(data).nbytes} bytes are no segment list: 20 bytes each are expected")
         region = np.frombuffer(data, "<i4", count, 0)
         offset = np.frombuffer(data, "<i8", count, 4 * count)
         length = np.frombuffer(data, "<i8", count, 12 * count)
@@ -180,13 +201,17 @@ class Segments:
 
 
 def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # ragged
+        raise SegmentError("C3.6: a column is one integer per segment") from error
     if array.ndim != 1:
         raise SegmentError(f"C3.6: a column of shape {array.shape}: one dimension is needed")
     if array.dtype.kind not in "iu" and array.size:
-        raise SegmentError(f"C3.6: a column of {array.dtype}: integers are needed")
-    if array.size and kind is np.int32 and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
-        raise SegmentError("C3.6: a region id that does not fit 32 bits")
+        raise SegmentError(f"C3.6: a column of {array.dtype}: integers of at most 64 bits are needed")
+    limits = np.iinfo(kind)
+    if array.size and (int(array.max()) > limits.max or int(array.min()) < limits.min):
+        raise SegmentError(f"C3.6: a value that does not fit {limits.bits} bits")
     return np.ascontiguousarray(array, dtype=kind)
 
 
@@ -231,8 +256,8 @@ def split(
 ) -> list[tuple[Segments, Segments]]:
     """Batches of at most ``max_bytes`` bytes and ``max_segments`` segments, in order; no byte lost or doubled.
 
-    A segment longer than ``max_bytes`` is cut, at multiples of ``alignment`` from its start.  Empty lists give no
-    batch.
+    Only a segment longer than ``max_bytes`` is cut, at multiples of ``alignment`` from its start: where offsets and
+    lengths are aligned, so are those of the pieces.  Empty lists give no batch.
 
     Raises :class:`~kvbaton.errors.SegmentError` for unequal lists, or limits below 1 (``max_bytes`` below
     ``alignment``).
@@ -245,26 +270,35 @@ def split(
         )
     if not len(source):
         return []
-    if int(source.length.max()) > grain:
-        source, target = _cut(source, target, grain)
-    ends = np.cumsum(source.length)
+    if int(source.length.max()) > max_bytes:
+        source, target = _cut(source, target, max_bytes, grain)
+    ends = source.length.cumsum().data
+    count = len(source)
     batches = []
-    first, sent, count = 0, 0, len(source)
+    first, sent = 0, 0
     while first < count:
-        # one step per batch, not per segment
-        last = int(np.searchsorted(ends, sent + max_bytes, side="right"))
-        last = min(max(last, first + 1), first + max_segments, count)
-        batches.append((source[first:last], target[first:last]))
-        first, sent = last, int(ends[last - 1])
+        # one step per batch, not per segment; each segment alone fits
+        last = bisect_right(ends, sent + max_bytes, first, min(first + max_segments, count))
+        batch = slice(first, last)
+        length = source.length[batch]  # the same on both sides, and shared
+        batches.append(
+            (
+                Segments._of_read_only(source.region[batch], source.offset[batch], length),
+                Segments._of_read_only(target.region[batch], target.offset[batch], length),
+            )
+        )
+        first, sent = last, ends[last - 1]
     return batches
 
 
-def _cut(source: Segments, target: Segments, grain: int) -> tuple[Segments, Segments]:
-    pieces = -(-source.length // grain)
+def _cut(source: Segments, target: Segments, max_bytes: int, grain: int) -> tuple[Segments, Segments]:
+    """Every segment above ``max_bytes`` in pieces of ``grain`` bytes, the last one maybe shorter."""
+    pieces = np.where(source.length > max_bytes, -(-source.length // grain), 1)
     index = np.repeat(np.arange(len(source)), pieces)
-    first = np.concatenate(([0], np.cumsum(pieces)[:-1]))
-    shift = (np.arange(len(index)) - first[index]) * grain
-    length = np.minimum(source.length[index] - shift, grain)
+    ends = pieces.cumsum()
+    shift = (np.arange(len(index)) - (ends - pieces)[index]) * grain
+    length = np.full(len(index), grain)
+    length[ends - 1] = source.length - (pieces - 1) * grain
     return (
         Segments._trusted(source.region[index], source.offset[index] + shift, length),
         Segments._trusted(target.region[index], target.offset[index] + shift, length),
