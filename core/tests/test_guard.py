@@ -483,6 +483,27 @@ def test_before_a_peer_is_up_its_chunks_wait():
     assert rig.guard.submit(waiting)
 
 
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize("end", ["accept", "forget", "down"])
+def test_a_chunk_that_is_offered_again_is_checked_once_and_not_kept(end):
+    rig = Rig(D0)
+    rig.plugin.full = True
+    offered = chunk()
+    assert not rig.guard.submit(offered)
+    assert not rig.guard.submit(offered)
+    kept = rig.guard._peers[D0]
+    assert kept.checked is offered
+    if end == "accept":
+        rig.plugin.full = False
+        assert rig.guard.submit(offered)
+    elif end == "forget":
+        rig.guard.forget(offered.transfer)
+    else:
+        rig.plugin.down(D0)
+        rig.poll()
+    assert kept.checked is None
+
+
 # -- chunks: exactly once --------------------------------------------------------------------------------------------
 
 

@@ -379,6 +379,54 @@ def test_revoke_promises_nothing_while_a_copy_is_under_way(manual):
     assert sent.done
 
 
+@pytest.mark.clause("C5.2")
+def test_once_revoked_nothing_more_starts_although_something_has_started(manual):
+    transfer = new_transfer_id()
+    manual.target.guard.grant(transfer, manual.source.peer, segments())
+    started, late = (send(manual, at=512 * number, transfer=transfer, sequence=number) for number in range(2))
+    wire = manual.source.connector.wire
+    assert wire.start()
+    assert not manual.target.guard.revoke(transfer)
+    wire.finish()
+    wire.step()
+    manual.pump()
+    assert [sent.completions[0].outcome for sent in (started, late)] == [Outcome.DONE, Outcome.FAILED]
+    manual.target.memory.check(started.expected)
+    assert not manual.target.connector._grants
+
+
+@pytest.mark.clause("C1.4", "C5.2")
+def test_a_grant_is_to_one_peer(manual):
+    before = manual.target.memory.image()
+    transfer = new_transfer_id()
+    other = open_end(plugin, LoopbackOptions(), PeerId.start("prefill-1"))
+    Pair(other, manual.target).connect()
+    manual.target.guard.grant(transfer, other.peer, segments())
+    sent = send(manual, transfer=transfer)
+    manual.source.connector.wire.step()
+    manual.pump()
+    assert heard(manual.source) == [(Outcome.FAILED, True)]
+    assert not sent.received
+    manual.target.memory.untouched(before)
+    other.guard.close()
+
+
+@pytest.mark.clause("C6.4", "T5")
+def test_once_disconnecting_nothing_more_starts_although_something_has_started():
+    with open_pair(plugin, MANUAL | {"stall_chunks": [0]}) as pair:
+        stalled, started = send(pair), send(pair, at=512)
+        wire = pair.source.connector.wire
+        assert wire.start()
+        pair.target.guard.disconnect(pair.source.peer)
+        wire.resume(pair.target.peer)
+        wire.finish()
+        wire.step()
+        pair.pump()
+        assert (stalled.completions[0].outcome, started.completions[0].outcome) == (Outcome.FAILED, Outcome.DONE)
+        assert pair.source.told_quiet(pair.target.peer)
+        assert not stalled.received
+
+
 @pytest.mark.clause("C6.4")
 def test_disconnect_fences_at_once_what_is_not_started(manual):
     before = manual.target.memory.image()
