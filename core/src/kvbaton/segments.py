@@ -19,7 +19,6 @@ from kvbaton.errors import SegmentError
 Regions = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
 
-_LARGEST = np.iinfo(np.int64).max
 _new, _set = object.__new__, object.__setattr__
 
 
@@ -28,7 +27,8 @@ class Segments:
 
     The constructor takes ownership of arrays that already have those types (they are made read-only, not copied).
     Raises :class:`~kvbaton.errors.SegmentError` for columns of unequal length or of anything but integers, negative
-    offsets, lengths below 1, or an end that does not fit 64 bits (C3.6).
+    offsets, or lengths below 1 (C3.6).  An end may lie beyond 64 bits: no region holds it, and
+    :meth:`check_bounds` says so.
     """
 
     __slots__ = ("length", "offset", "region")
@@ -44,12 +44,12 @@ class Segments:
                 f"C3.6: columns of {len(columns[0])} regions, {len(columns[1])} offsets and {len(columns[2])} lengths:"
                 " each segment needs one of each"
             )
-        wrong = (columns[2] < 1) | (columns[1] < 0) | (columns[1] > _LARGEST - columns[2])
+        wrong = (columns[2] < 1) | (columns[1] < 0)
         if wrong.any():
             at = int(np.argmax(wrong))
             raise SegmentError(
                 f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}:"
-                " offsets are at least 0, lengths at least 1, and the end fits 64 bits",
+                " offsets are at least 0, lengths at least 1",
                 segment=at,
             )
         for name, column in zip(("region", "offset", "length"), columns, strict=True):
@@ -176,7 +176,7 @@ class Segments:
         order = np.lexsort((self.offset, self.region))
         region, offset, length = self.region[order], self.offset[order], self.length[order]
         same = region[1:] == region[:-1]
-        return not bool(np.any(same & (offset[1:] < offset[:-1] + length[:-1])))
+        return not bool(np.any(same & (offset[1:] - offset[:-1] < length[:-1])))  # cannot overflow
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 

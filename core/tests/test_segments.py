@@ -1,0 +1,292 @@
+"""Segments against a naive, byte by byte reading of the same triples."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.errors import SegmentError
+from kvbaton.segments import Segments, coalesce, coalesce_one, split
+
+Byte = tuple[int, int]
+MAX64 = 2**63 - 1
+
+
+def every_byte(segments: Segments) -> list[Byte]:
+    return [(region, offset + i) for region, offset, length in segments.triples() for i in range(length)]
+
+
+def moves(source: Segments, target: Segments) -> list[tuple[Byte, Byte]]:
+    """From where to where each byte goes, in order."""
+    assert source.length.tolist() == target.length.tolist()
+    return list(zip(every_byte(source), every_byte(target), strict=True))
+
+
+def runs_of(lengths: list[int]) -> st.SearchStrategy[Segments]:
+    """Lists with these lengths that often continue where the one before ended."""
+
+    def build(steps: list[tuple[int, int | None]]) -> Segments:
+        triples, end = [], 0
+        for (region, jump), length in zip(steps, lengths, strict=True):
+            offset = end if jump is None else jump
+            triples.append((region, offset, length))
+            end = offset + length
+        return Segments.of(triples)
+
+    step = st.tuples(st.integers(0, 1), st.one_of(st.none(), st.none(), st.integers(0, 60)))
+    return st.lists(step, min_size=len(lengths), max_size=len(lengths)).map(build)
+
+
+LENGTHS = st.lists(st.integers(1, 9), max_size=10)
+SINGLE = LENGTHS.flatmap(runs_of)
+PAIRS = LENGTHS.flatmap(lambda lengths: st.tuples(runs_of(lengths), runs_of(lengths)))
+
+
+class TestValue:
+    @pytest.mark.clause("C3.6")
+    def test_columns_have_their_types_and_cannot_be_written(self):
+        segments = Segments([1, 2], np.array([0, 8], np.uint8), np.array([4, 4], np.int32))
+
+        assert (segments.region.dtype, segments.offset.dtype, segments.length.dtype) == (np.int32, np.int64, np.int64)
+        assert len(segments) == 2
+        assert segments.nbytes == 8
+        for column in (segments.region, segments.offset, segments.length):
+            assert column.flags.c_contiguous
+            with pytest.raises(ValueError, match="read-only"):
+                column[0] = 7
+        with pytest.raises(AttributeError, match="immutable"):
+            segments.length = segments.offset
+        with pytest.raises(AttributeError, match="immutable"):
+            del segments.length
+
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize(
+        ("columns", "text"),
+        [
+            pytest.param(([0], [0, 1], [1, 1]), "each segment needs one of each", id="unequal"),
+            pytest.param(([0], [0], [0]), "lengths at least 1", id="empty-lengthed"),
+            pytest.param(([0, 0], [0, 0], [1, -1]), "segment 1", id="negative length"),
+            pytest.param(([0], [-1], [1]), "offsets are at least 0", id="negative offset"),
+            pytest.param(([0], [2**63], [1]), "does not fit 64 bits", id="offset beyond 64 bits"),
+            pytest.param(([2**31], [0], [1]), "does not fit 32 bits", id="region beyond 32 bits"),
+            pytest.param(([0], [2**70], [1]), "integers", id="beyond any"),
+            pytest.param(([0], [0.5], [1]), "integers", id="float"),
+            pytest.param(([[0]], [[0]], [[1]]), "one dimension", id="two dimensions"),
+            pytest.param(([0], [0], [[1], [1, 2]]), "one integer per segment", id="ragged"),
+        ],
+    )
+    def test_columns_that_are_none_are_refused(self, columns, text):
+        with pytest.raises(SegmentError, match=text):
+            Segments(*columns)
+
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize(
+        "triples",
+        [
+            pytest.param([(1, 2), (3, 4), (5, 6)], id="pairs whose numbers would make triples"),
+            pytest.param([(0, 1, 2), (3, 4)], id="ragged"),
+            pytest.param([(0, 1.5, 2)], id="float"),
+            pytest.param([(0, 2**63, 2)], id="beyond 64 bits"),
+            pytest.param([7], id="no tuple"),
+        ],
+    )
+    def test_triples_that_are_none_are_refused(self, triples):
+        with pytest.raises(SegmentError):
+            Segments.of(triples)
+
+    def test_of_triples_and_back(self):
+        triples = [(3, 100, 7), (0, 0, 1)]
+        assert Segments.of(triples).triples() == triples
+        assert len(Segments.of([])) == len(Segments.empty()) == Segments.empty().nbytes == 0
+
+    @given(SINGLE, SINGLE)
+    def test_equality_is_that_of_triples(self, one, other):
+        assert (one == other) == (one.triples() == other.triples())
+        assert one == Segments.of(one.triples())
+        assert one != one.triples()
+
+    @given(SINGLE)
+    def test_copies_are_equal_and_read_only(self, segments):
+        for twin in (copy.copy(segments), copy.deepcopy(segments), pickle.loads(pickle.dumps(segments))):  # noqa: S301
+            assert twin == segments
+            assert not twin.offset.flags.writeable
+
+    @given(SINGLE, st.integers(-12, 12), st.integers(-12, 12))
+    def test_a_range_is_that_of_triples(self, segments, first, last):
+        part = segments[first:last]
+        assert part.triples() == segments.triples()[first:last]
+        assert part.offset.flags.c_contiguous
+        assert not part.offset.flags.writeable
+
+    def test_other_indices_are_refused(self):
+        segments = Segments.of([(0, i, 1) for i in range(4)])
+        with pytest.raises(SegmentError, match="step of 2"):
+            segments[::2]
+        with pytest.raises(TypeError, match="by range"):
+            segments[0]
+
+    @given(st.lists(SINGLE, min_size=1, max_size=4))
+    def test_concat_keeps_order(self, parts):
+        first, *others = parts
+        assert first.concat(*others).triples() == [triple for part in parts for triple in part.triples()]
+
+    def test_a_long_list_prints_short(self):
+        text = repr(Segments.of([(0, i, 1) for i in range(1000)]))
+        assert text == "Segments([(0, 0, 1), (0, 1, 1), (0, 2, 1), ... 997 more])"
+
+
+class TestChecks:
+    @pytest.mark.clause("C3.6")
+    @given(SINGLE, st.dictionaries(st.integers(0, 2), st.integers(0, 80), max_size=3))
+    def test_bounds_are_those_of_every_byte(self, segments, lengths):
+        outside = [at for at, (r, o, n) in enumerate(segments.triples()) if r not in lengths or o + n > lengths[r]]
+        if not outside:
+            segments.check_bounds(lengths)
+            return
+        with pytest.raises(SegmentError, match=r"C3\.6") as caught:
+            segments.check_bounds(lengths)
+        assert caught.value.segment == outside[0]
+
+    @pytest.mark.clause("C3.6")
+    def test_bounds_do_not_overflow(self):
+        for run in [(0, MAX64 - 5, 5), (0, 2**62, 2**62), (0, MAX64, MAX64)]:
+            with pytest.raises(SegmentError, match="has 100 bytes"):
+                Segments.of([run]).check_bounds({0: 100})
+
+    @pytest.mark.clause("C3.2")
+    @given(SINGLE)
+    def test_disjoint_is_that_of_every_byte(self, segments):
+        touched = every_byte(segments)
+        assert segments.disjoint() == (len(touched) == len(set(touched)))
+
+    @pytest.mark.clause("C3.2")
+    def test_disjoint_does_not_overflow(self):
+        assert not Segments.of([(0, 2**62, MAX64), (0, MAX64, 5)]).disjoint()
+        assert Segments.of([(0, 0, MAX64), (0, MAX64, 5)]).disjoint()
+
+
+class TestWire:
+    @pytest.mark.clause("C9.3")
+    @given(SINGLE)
+    def test_bytes_and_back(self, segments):
+        data = segments.to_bytes()
+        assert len(data) == 20 * len(segments)
+        for form in (data, bytearray(data), memoryview(data)):
+            assert Segments.from_bytes(form) == segments
+
+    @pytest.mark.clause("C9.3")
+    @given(st.binary(max_size=90))
+    def test_any_bytes_are_segments_or_refused(self, data):
+        try:
+            segments = Segments.from_bytes(data)
+        except SegmentError:
+            return
+        assert segments.to_bytes() == data
+        assert all(offset >= 0 and length >= 1 for _, offset, length in segments.triples())
+
+    @pytest.mark.clause("C9.3")
+    def test_decoded_columns_do_not_alias_the_message(self):
+        data = bytearray(Segments.of([(1, 2, 3)]).to_bytes())
+        segments = Segments.from_bytes(data)
+        data[:] = bytes(len(data))
+        assert segments.triples() == [(1, 2, 3)]
+
+
+class TestCoalesce:
+    @pytest.mark.clause("C3.2")
+    @given(PAIRS)
+    def test_the_same_bytes_in_the_fewest_segments(self, pair):
+        merged = coalesce(*pair)
+
+        assert moves(*merged) == moves(*pair)
+        neighbours = zip(*(pairwise(side.triples()) for side in merged), strict=True)
+        for sides in neighbours:
+            assert not all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in sides)
+
+    @given(SINGLE)
+    def test_one_list_alone(self, segments):
+        merged = coalesce_one(segments)
+        assert every_byte(merged) == every_byte(segments)
+        assert merged == coalesce(segments, segments)[0]
+
+    def test_a_gap_on_either_side_or_another_region_keeps_them_apart(self):
+        straight = Segments.of([(0, 0, 4), (0, 4, 4)])
+        gap = Segments.of([(0, 0, 4), (0, 5, 4)])
+        region = Segments.of([(0, 0, 4), (1, 4, 4)])
+        assert [len(coalesce(straight, other)[0]) for other in (straight, gap, region)] == [1, 2, 2]
+        assert [len(coalesce(other, straight)[0]) for other in (straight, gap, region)] == [1, 2, 2]
+
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize("use", [coalesce, lambda s, t: split(s, t, 10, 10)], ids=["coalesce", "split"])
+    def test_lists_that_do_not_pair_up_are_refused(self, use):
+        one = Segments.of([(0, 0, 4)])
+        with pytest.raises(SegmentError, match="do not pair up"):
+            use(one, Segments.empty())
+        with pytest.raises(SegmentError, match="segment 0 has 4 bytes here, 5 at the target"):
+            use(one, Segments.of([(0, 0, 5)]))
+
+
+class TestSplit:
+    @pytest.mark.clause("C3.2", "C3.6")
+    @given(PAIRS, st.integers(1, 30), st.integers(1, 5), st.integers(1, 4))
+    def test_limits_are_kept_and_no_byte_is_lost_or_doubled(self, pair, max_bytes, max_segments, alignment):
+        if max_bytes < alignment:
+            with pytest.raises(SegmentError, match="holds nothing"):
+                split(*pair, max_bytes, max_segments, alignment=alignment)
+            return
+
+        batches = split(*pair, max_bytes, max_segments, alignment=alignment)
+
+        assert [move for batch in batches for move in moves(*batch)] == moves(*pair)
+        for source, target in batches:
+            assert 1 <= len(source) == len(target) <= max_segments
+            assert source.nbytes <= max_bytes
+            for side in (source, target):
+                assert side.offset.flags.c_contiguous
+                assert not side.length.flags.writeable
+        pieces = [triple for source, _ in batches for triple in source.triples()]
+        assert pieces == [piece for run in pair[0].triples() for piece in cut(run, max_bytes, alignment)]
+
+    @given(PAIRS, st.integers(1, 30), st.integers(1, 5))
+    def test_batches_are_full(self, pair, max_bytes, max_segments):
+        batches = [source for source, _ in split(*pair, max_bytes, max_segments)]
+        for batch, following in pairwise(batches):
+            assert len(batch) == max_segments or batch.nbytes + following.length[0] > max_bytes
+
+    @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 5))
+    def test_aligned_lists_stay_aligned(self, lengths, quanta, alignment):
+        source = Segments.of([(0, i * 100 * alignment, n * alignment) for i, n in enumerate(lengths)])
+        target = Segments.of([(1, i * 200 * alignment, n * alignment) for i, n in enumerate(lengths)])
+        for batch in split(source, target, quanta * alignment + alignment - 1, 3, alignment=alignment):
+            for side in batch:
+                assert not np.any(side.offset % alignment)
+                assert not np.any(side.length % alignment)
+
+    def test_no_segment_no_batch(self):
+        assert split(Segments.empty(), Segments.empty(), 1, 1) == []
+
+    @pytest.mark.parametrize("limit", [MAX64, 2**64, 10**30])
+    def test_limits_may_be_as_large_as_one_likes(self, limit):
+        one = Segments.of([(0, 2**61, 2**61), (0, 0, 5)])
+        assert split(one, one, limit, limit) == [(one, one)]
+
+    @pytest.mark.parametrize(("max_bytes", "max_segments", "alignment"), [(0, 1, 1), (1, 0, 1), (3, 1, 4), (4, 1, 0)])
+    def test_limits_that_hold_nothing_are_refused(self, max_bytes, max_segments, alignment):
+        one = Segments.of([(0, 0, 4)])
+        with pytest.raises(SegmentError, match="holds nothing"):
+            split(one, one, max_bytes, max_segments, alignment=alignment)
+
+
+def cut(run: tuple[int, int, int], max_bytes: int, alignment: int) -> list[tuple[int, int, int]]:
+    """Only what is too long is cut, into pieces as long as the limit and the alignment allow."""
+    region, offset, length = run
+    if length <= max_bytes:
+        return [run]
+    grain = max_bytes // alignment * alignment
+    return [(region, offset + at, min(grain, length - at)) for at in range(0, length, grain)]
