@@ -133,7 +133,7 @@ def test_a_stage_starts_clean(processes, monkeypatch):
     assert facts["pid"] == handle.pid
     assert facts["session"] == handle.pid, "a session of its own, away from the terminal"
     assert facts["stdin"] == ""
-    assert facts["fds"].count("/dev/null") == 1, "only its own standard input"
+    assert facts["fds"].count("/dev/null") == 2, "its standard input, and nothing of ours"
     assert sum(target.startswith("pipe:") for target in facts["fds"]) == 4, (
         "its output, both streams and the end that is read, and the lifeline"
     )
@@ -241,8 +241,9 @@ def test_a_stage_whose_coordinator_was_killed_ends_by_itself(tmp_path, directory
 
 
 @pytest.mark.clause("C6.6")
-def test_a_stage_that_hangs_without_a_coordinator_is_ended_by_its_watchdog(directory, until):
-    parent, stage = application(directory, "hang", grace=0.3)
+@pytest.mark.parametrize("entry", ["hang", "hang_in_native_code"])
+def test_a_stage_that_hangs_without_a_coordinator_is_ended_by_its_watchdog(directory, until, entry):
+    parent, stage = application(directory, entry, grace=0.3)
     parent.send_signal(signal.SIGKILL)
     parent.wait(10.0)
     until(lambda: not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE, "the watchdog")

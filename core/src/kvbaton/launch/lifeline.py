@@ -35,15 +35,15 @@ class FlagLifeline:
         callback()
 
     def sever(self, reason: str) -> None:
-        """Cut it.  The first reason stays; callbacks run on this thread, once."""
+        """Cut it.  The first reason stays; callbacks run on this thread, once, before ``wait`` returns."""
         with self._lock:
             if self._reason is not None:
                 return
             self._reason = reason
             callbacks, self._callbacks = self._callbacks, []
-        self._event.set()
         for callback in callbacks:
             callback()
+        self._event.set()
 
 
 class ProcessLifeline(FlagLifeline):

@@ -43,9 +43,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     pipe = os.dup(0)  # not inheritable, as every descriptor that Python makes
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
     line = _read_line(pipe)
     if not line:
         os.close(pipe)
@@ -57,8 +56,9 @@ def main() -> int:
     os.set_inheritable(order.output, False)
 
     def severed() -> None:
-        # C6.6: the stage ends itself; should it hang, even in native code that never lets Python run, this ends it
-        faulthandler.dump_traceback_later(order.orphan_grace, exit=True)
+        # C6.6: the stage ends itself; should it hang from now on, even in native code that never lets Python run, this
+        # ends it.  What it writes goes nowhere: nobody reads it, and a full pipe would hold it up.
+        faulthandler.dump_traceback_later(order.orphan_grace, exit=True, file=nowhere)
 
     lifeline = ProcessLifeline(pipe, order.output, order.coordinator_pid, severed)
     try:

@@ -1,5 +1,6 @@
 """Tiny stages for the tests of launchers and channels.  Each stands for one way in which a stage behaves."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def hang(spec, channel, lifeline):
     """Says that it is there and then looks at nothing any more."""
     channel.send(Fatal(str(os.getpid())))
     threading.Event().wait()
+
+
+def hang_in_native_code(spec, channel, lifeline):
+    """Ends in a call that keeps every other thread of Python from running."""
+    channel.send(Fatal("there"))
+    lifeline.wait(60.0)
+    ctypes.PyDLL(None).sleep(600)
 
 
 def hang_with_child(spec, channel, lifeline):
