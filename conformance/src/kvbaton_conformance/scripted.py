@@ -443,7 +443,16 @@ class ScriptedEngine:
                 self._publish(sequence)
             tables: Tables = tuple(np.array(table, dtype=np.int64) for table in sequence.tables)
             self._tell.prefill_submitted(
-                ComputedRange(transfer, sequence.reported, end, tables, self.device.event(), last, sequence.slot)
+                ComputedRange(
+                    transfer,
+                    sequence.reported,
+                    end,
+                    tables,
+                    self.device.event(),
+                    last,
+                    sequence.slot,
+                    sequence.shared,
+                )
             )
             sequence.reported = end
         return outputs

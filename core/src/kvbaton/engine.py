@@ -94,6 +94,8 @@ class ComputedRange:
     ready: DeviceEvent | None
     last: bool
     final_slot: int = 0
+    #: Leading tokens that P found in its prefix cache; a statistic, stated with each range or only with the first.
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,8 @@ class Progress(_Message, frozen=True):
 class Commit(_Message, frozen=True):
     """P to C to D: every chunk was submitted and there are ``count`` of them, at least one.
 
-    ``segments``, ``nbytes`` and ``timings`` are statistics: two commits are equal when their counts are (C7.1).
+    ``segments``, ``nbytes``, ``cached`` (prompt tokens found in P's prefix cache) and ``timings`` are statistics: two
+    commits are equal when their counts are (C7.1).
     """
 
     transfer: WireTransferId
@@ -109,6 +110,7 @@ class Commit(_Message, frozen=True):
     segments: int = 0
     nbytes: int = 0
     timings: Timings = {}
+    cached: int = 0
 
 
 class Received(_Message, frozen=True):

@@ -24,6 +24,9 @@ class RequestRecord:
     chunks: int = 0
     segments: int = 0
     bytes: int = 0
+    #: Prompt tokens that each side held already: P computed the rest, D was sent the rest.
+    prefix_prefill: int = 0
+    prefix_decode: int = 0
     prefill: str = ""
     decode: str = ""
     milestones: Mapping[str, float] = field(default_factory=dict)

@@ -71,6 +71,8 @@ class _Tracked:
     chunks: int = 0
     segments: int = 0
     nbytes: int = 0
+    prefix_prefill: int = 0
+    prefix_decode: int = 0
     overdue: bool = False
 
 
@@ -533,8 +535,8 @@ class Service:
             )  # fmt: skip
         record = RequestRecord(
             key, tracked.transfer, len(tracked.request.prompt), tuple(tracked.tokens), tuple(tracked.depths), reason,
-            error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefill, tracked.decode,
-            dict(sorted(tracked.milestones.items(), key=lambda item: item[1])),
+            error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefix_prefill, tracked.prefix_decode,
+            tracked.prefill, tracked.decode, dict(sorted(tracked.milestones.items(), key=lambda item: item[1])),
         )  # fmt: skip
         self._hooks.tell("kvbaton_request_finished", record=record)
         self.deliver(RequestOutput(key, (), (), True, reason, error, record))
@@ -552,10 +554,12 @@ class Service:
         tracked.milestones[reached.milestone] = at
         if reached.milestone == Milestones.COMMITTED:
             tracked.chunks, tracked.segments, tracked.nbytes = reached.chunks, reached.segments, reached.nbytes
+            tracked.prefix_prefill = reached.prefix
         if reached.milestone == Milestones.PLACED:
             tracked.sent[tracked.decode] = at
         elif reached.milestone == Milestones.RESERVED:
             tracked.sent[tracked.prefill] = at
+            tracked.prefix_decode = reached.prefix
         start = tracked.sent.get(stage)
         for name, seconds in reached.timings.items():
             if start is not None:  # the stage's own word, but never later than we heard it

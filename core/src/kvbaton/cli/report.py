@@ -84,6 +84,7 @@ def _one(answer: Answer) -> dict[str, Any]:
         "chunks": record.chunks,
         "segments": record.segments,
         "bytes": record.bytes,
+        "prefix": {"prefill": record.prefix_prefill, "decode": record.prefix_decode},
         "prefill": record.prefill,
         "decode": record.decode,
         "milestones": dict(record.milestones),
@@ -94,7 +95,7 @@ def print_tables(console: Console, answers: Sequence[Answer]) -> None:
     """What each request took, and when it reached each milestone."""
     table = Table()
     table.add_column("request", overflow="fold")
-    for name in ("prompt", "tokens", "chunks", "segments", "bytes"):
+    for name in ("prompt", "cached P/D", "tokens", "chunks", "segments", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prefill → decode", overflow="fold")
     table.add_column("end")
@@ -103,8 +104,9 @@ def print_tables(console: Console, answers: Sequence[Answer]) -> None:
         stages = f"{record.prefill or '-'} → {record.decode or '-'}"
         size = ByteSize(record.bytes).human_readable(separator=" ")
         table.add_row(
-            answer.prompt.id, str(record.prompt_tokens), str(len(record.token_ids)), str(record.chunks),
-            str(record.segments), size, stages, str(record.finish_reason),
+            answer.prompt.id, str(record.prompt_tokens), f"{record.prefix_prefill}/{record.prefix_decode}",
+            str(len(record.token_ids)), str(record.chunks), str(record.segments), size, stages,
+            str(record.finish_reason),
         )  # fmt: skip
     console.print(table)
     for start in range(0, len(answers), _ACROSS):

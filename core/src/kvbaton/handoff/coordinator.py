@@ -639,7 +639,11 @@ class Coordinator:
         p.ordinal += 1  # numbered on its own channel, when it is sent (C1.2)
         prefill = Prefill(entry.transfer, p.ordinal, entry.waiting.request, message.reservation, entry.d.id)
         effects.append(SendTo(p.id, prefill))
-        effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.RESERVED, entry.d.id))
+        effects.append(
+            Reached(
+                entry.waiting.key, entry.transfer, Milestones.RESERVED, entry.d.id, prefix=message.reservation.valid
+            )
+        )  # fmt: skip
         self._set_deadline(entry, self._start)
 
     def _rejected(self, entry: _Entry, message: Rejected, effects: Effects) -> None:
@@ -687,7 +691,7 @@ class Coordinator:
             effects.append(
                 Reached(
                     entry.waiting.key, entry.transfer, Milestones.COMMITTED, entry.p.id, message.timings, count,
-                    message.segments, message.nbytes,
+                    message.segments, message.nbytes, message.cached,
                 )
             )  # fmt: skip
             self._set_deadline(entry, self._receipts)

@@ -254,6 +254,8 @@ class Reached(Effect, frozen=True, gc=False):
     chunks: int = 0
     segments: int = 0
     nbytes: int = 0
+    #: Prompt tokens held already: by D (with RESERVED), by P (with COMMITTED).
+    prefix: int = 0
 
 
 SourceEffect: TypeAlias = (

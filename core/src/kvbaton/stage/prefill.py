@@ -35,6 +35,8 @@ class _Transfer:
     #: back from earlier ranges, so it is ready only when every earlier event is.
     computing: deque[tuple[DeviceEvent | None, tuple[int, ...]]] = field(default_factory=deque)
     chunks: dict[int, Chunk] = field(default_factory=dict)
+    #: Prompt tokens found in the prefix cache.
+    cached: int = 0
 
 
 class PrefillStage(Stage):
@@ -114,6 +116,7 @@ class PrefillStage(Stage):
                 transfer, f"C3.6: the engine reported a range that cannot be sent: {error}"
             )
         state = self._transfers.setdefault(transfer, _Transfer())
+        state.cached = max(state.cached, computed.cached)
         state.computing.append((computed.ready, tuple(chunk.sequence for chunk in chunks)))
         for chunk in chunks:
             state.chunks[chunk.sequence] = chunk
@@ -238,7 +241,8 @@ class PrefillStage(Stage):
 
     def _committed(self, message: messages.Commit) -> messages.Commit:
         segments, nbytes = self._planner.totals(message.transfer)
-        return msgspec.structs.replace(super()._committed(message), segments=segments, nbytes=nbytes)
+        cached = self._transfers[message.transfer].cached
+        return msgspec.structs.replace(super()._committed(message), segments=segments, nbytes=nbytes, cached=cached)
 
     def _settled(self) -> bool:
         return not self.guard.outstanding()

@@ -7,7 +7,7 @@ and this module keeps each transfer's state and reports to the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -292,6 +292,7 @@ class TransformersEngine:
                     ready=ready,
                     last=end == len(job.request.prompt),
                     final_slot=job.slot,
+                    cached=job.cached,
                 )
             )
 
@@ -429,6 +430,7 @@ class TransformersEngine:
             if slot is not None:
                 self._cache.slots.give(slot)
             return False
+        job.cached = job.sequence.valid
         if slot is not None:
             job.slot, job.lease = slot, self._cache.lease(job.sequence)
         return True

@@ -52,8 +52,9 @@ class Job:
     final: tuple[Any, int] | None = None
     generated: list[int] = field(default_factory=list)
     activated: bool = False
-    #: P: how many prompt tokens were reported.
+    #: P: how many prompt tokens were reported, and how many of them were found in the prefix cache.
     reported: int = 0
+    cached: int = 0
 
     @property
     def length(self) -> int:
