@@ -1,0 +1,354 @@
+"""Plans against an oracle that knows only where one byte of one token lies, over simulated memory.
+
+One element stands for one byte.  Source elements all differ, so that a right value at the right place proves which byte
+was read; the destination counts how often each was written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.errors import SegmentError
+from kvbaton.geometry import Component, KVGeometry, KVMap, Plane, ready_range
+from kvbaton.segments import Segments, coalesce, split
+
+Byte = tuple[int, int]
+Shape = list[list[tuple[int, bool]]]  # [plane][component] -> (token_bytes, per_block)
+Pair = tuple[Segments, Segments]
+
+LAYOUTS = ["block", "tensors", "stacked", "pool"]
+
+
+@dataclass
+class Case:
+    source: KVGeometry
+    destination: KVGeometry
+    source_tables: list[np.ndarray]
+    destination_tables: list[np.ndarray]
+    tokens: int
+
+    def plan(self, start: int, end: int) -> Pair:
+        return KVMap(self.source, self.destination).plan(self.source_tables, self.destination_tables, start, end)
+
+    @property
+    def per_block(self) -> bool:
+        return any(c.per_block for plane in self.source.planes for c in plane.components)
+
+
+@st.composite
+def cases(draw: st.DrawFn, per_block: bool | None = None) -> Case:
+    block_tokens = draw(st.integers(1, 5))
+    flags = st.booleans() if per_block is None else st.just(per_block)
+    one = st.lists(st.tuples(st.integers(1, 4), flags), min_size=1, max_size=4)
+    # planes alike may share one pool of blocks
+    alike = draw(st.booleans())
+    count = draw(st.integers(1, 3))
+    shape: Shape = [draw(one)] * count if alike else [draw(one) for _ in range(count)]
+    length = draw(st.integers(0, 6))
+    tokens = length * block_tokens - draw(st.integers(0, block_tokens - 1)) if length else 0
+    sides = []
+    for _ in range(2):
+        layout = draw(st.sampled_from(LAYOUTS if alike else LAYOUTS[:3]))
+        blocks = (length + draw(st.integers(1, 4))) * (count if layout == "pool" else 1)
+        sides.append((place(draw, shape, layout, block_tokens, blocks), tables(draw, layout, count, length, blocks)))
+    (source, source_tables), (destination, destination_tables) = sides
+    return Case(source, destination, source_tables, destination_tables, tokens)
+
+
+def place(draw: st.DrawFn, shape: Shape, layout: str, block_tokens: int, blocks: int) -> KVGeometry:
+    """Where everything lies: in order or not, with gaps or not, in one region or many."""
+    gap = st.sampled_from([0, 0, 1, 3])
+    one_region = draw(st.booleans())
+    planes, region, at = [], draw(st.integers(0, 2)), draw(gap)
+    for index, plane in enumerate(shape):
+        extents = [size * (1 if per_block else block_tokens) for size, per_block in plane]
+        order = draw(st.permutations(range(len(plane)))) if draw(st.booleans()) else list(range(len(plane)))
+        placed: dict[int, tuple[int, int, int]] = {}
+        if layout in ("block", "pool"):
+            inside, offsets = 0, {}
+            for c in order:
+                offsets[c] = inside
+                inside += extents[c] + draw(gap)
+            stride = inside + draw(gap)
+            placed = {c: (region, at + offset, stride) for c, offset in offsets.items()}
+            at += stride * blocks + draw(gap)
+        else:
+            for c in order:
+                stride = extents[c] + draw(gap)
+                placed[c] = (region, at, stride)
+                at += stride * blocks + draw(gap)
+                if layout == "tensors":
+                    region, at = region + 1, 0
+        if not one_region and layout != "tensors":
+            region, at = region + 1, draw(gap)
+        components = tuple(
+            Component(*placed[c], size, f"t{size}", per_block) for c, (size, per_block) in enumerate(plane)
+        )
+        if layout == "pool" and planes:
+            components = planes[0].components
+        planes.append(Plane(f"p{index}", components, blocks))
+    return KVGeometry({"m": "x"}, block_tokens, tuple(planes), 0)
+
+
+def tables(draw: st.DrawFn, layout: str, count: int, length: int, blocks: int) -> list[np.ndarray]:
+    kind = draw(st.sampled_from([np.int32, np.int64, np.uint16]))
+    needed = length * (count if layout == "pool" else 1)
+    found = []
+    for _ in range(1 if layout == "pool" else count):
+        if draw(st.booleans()):  # consecutive, perhaps up to the last block
+            first = draw(st.integers(0, blocks - needed))
+            ids = list(range(first, first + needed))
+            if draw(st.booleans()) and needed > 2:  # with one break
+                a, b = draw(st.integers(0, needed - 1)), draw(st.integers(0, needed - 1))
+                ids[a], ids[b] = ids[b], ids[a]
+        else:
+            ids = list(draw(st.permutations(range(blocks))))[:needed]
+        found += [ids[i * length : (i + 1) * length] for i in range(needed // length)] if length else [ids]
+    if length == 0:
+        found = [[]] * count
+    return [np.array(ids, dtype=kind) for ids in found]
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(c: Component, table: np.ndarray, block_tokens: int, token: int) -> list[Byte]:
+    at = c.base + int(table[token // block_tokens]) * c.block_stride
+    if not c.per_block:
+        at += token % block_tokens * c.token_bytes
+    return [(c.region, at + i) for i in range(c.token_bytes)]
+
+
+def oracle(case: Case, start: int, end: int) -> dict[Byte, Byte]:
+    """Destination byte -> source byte, for every valid byte of the tokens."""
+    goes: dict[Byte, Byte] = {}
+    tokens = case.source.block_tokens
+    for p, (s, d) in enumerate(zip(case.source.planes, case.destination.planes, strict=True)):
+        for cs, cd in zip(s.components, d.components, strict=True):
+            for token in range(start, end):
+                read = bytes_of(cs, case.source_tables[p], tokens, token)
+                write = bytes_of(cd, case.destination_tables[p], tokens, token)
+                goes.update(zip(write, read, strict=True))
+    return goes
+
+
+class Memory:
+    """Regions of a geometry, with room to spare on either end of what it uses."""
+
+    def __init__(self, geometry: KVGeometry, first: int, step: int) -> None:
+        ends: dict[int, int] = {}
+        for plane in geometry.planes:
+            for c in plane.components:
+                ends[c.region] = max(ends.get(c.region, 0), c.base + plane.blocks * c.block_stride + 8)
+        self.regions: dict[int, np.ndarray] = {}
+        for region, size in sorted(ends.items()):
+            self.regions[region] = first + step * np.arange(size, dtype=np.int64)
+            first += size if step else 0
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        return {region: len(memory) for region, memory in self.regions.items()}
+
+
+def check(case: Case, plans: list[Pair], start: int, end: int) -> None:
+    """The plans together move each byte of ``[start, end)`` once, to its place, and touch nothing else."""
+    source, destination = Memory(case.source, 1, 1), Memory(case.destination, -1, 0)
+    written: Counter[Byte] = Counter()
+    for reads, writes in plans:
+        assert reads.length.tolist() == writes.length.tolist()  # C3.6
+        reads.check_bounds(source.lengths)
+        writes.check_bounds(destination.lengths)
+        for (r, o, n), (tr, to, _) in zip(reads.triples(), writes.triples(), strict=True):
+            destination.regions[tr][to : to + n] = source.regions[r][o : o + n]
+            written.update((tr, to + i) for i in range(n))
+    goes = oracle(case, start, end)
+    assert set(written) == set(goes), "C3.1: bytes that should not be, or should"
+    assert set(written.values()) <= {1}, "C3.2: a byte written twice"
+    for (region, at), (from_region, from_at) in goes.items():
+        assert destination.regions[region][at] == source.regions[from_region][from_at]
+    for region, memory in destination.regions.items():
+        assert np.count_nonzero(memory != -1) == sum(1 for r, _ in goes if r == region)
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("C3.1", "C3.2", "C3.6")
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+def test_any_range_of_tokens_moves_exactly(data):
+    case = data.draw(cases())
+    grain = case.source.block_tokens if case.per_block else 1
+    start = data.draw(st.integers(0, case.tokens // grain)) * grain
+    end = data.draw(st.integers(start, case.tokens))
+
+    source, target = case.plan(start, end)
+
+    check(case, [(source, target)], start, end)
+    assert target.disjoint()
+    assert (source, target) == coalesce(source, target)
+
+
+@pytest.mark.clause("C3.1", "C3.2", "C3.3")
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_ranges_cut_anywhere_move_every_token_once(data):
+    case = data.draw(cases(per_block=False))
+    prefix = data.draw(st.integers(0, case.tokens))
+    inner = data.draw(st.lists(st.integers(prefix, case.tokens), max_size=5))
+
+    plans = [case.plan(start, end) for start, end in pairwise([prefix, *sorted(inner), case.tokens])]
+
+    check(case, plans, prefix, case.tokens)
+
+
+@pytest.mark.clause("C3.1", "C3.2", "C3.3", "C3.7")
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_ranges_as_an_engine_reports_them_in_chunks_under_limits(data):
+    """The whole way: reported ranges, held back to block edges, planned, split; per-block values included."""
+    case = data.draw(cases())
+    block = case.source.block_tokens
+    grain = block if case.per_block else 1
+    sent = prefix = data.draw(st.integers(0, case.tokens // grain)) * grain
+    reported = sorted(data.draw(st.lists(st.integers(0, case.tokens), max_size=5)))
+    max_bytes, max_segments = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 6))
+    chunks: list[Pair] = []
+    for computed, last in [*((c, False) for c in reported), (case.tokens, True)]:
+        start, end = ready_range(sent, computed, block, last)
+        chunks += split(*case.plan(start, end), max_bytes, max_segments)
+        sent = end
+
+    check(case, chunks, prefix, case.tokens)
+    for source, _ in chunks:
+        assert source.nbytes <= max_bytes
+        assert len(source) <= max_segments
+
+
+# -- how many segments -------------------------------------------------------------------------------------------------
+
+LAYERS, TOKENS, SIZE = 3, 4, 8
+
+
+def block_major(blocks: int = 32, gap: int = 0) -> KVGeometry:
+    stride = LAYERS * TOKENS * SIZE + gap
+    plane = Plane("kv", tuple(Component(0, i * TOKENS * SIZE, stride, SIZE) for i in range(LAYERS)), blocks)
+    return KVGeometry({}, TOKENS, (plane,), 0)
+
+
+def layer_major(blocks: int = 32) -> KVGeometry:
+    plane = Plane("kv", tuple(Component(i, 0, TOKENS * SIZE, SIZE) for i in range(LAYERS)), blocks)
+    return KVGeometry({}, TOKENS, (plane,), 0)
+
+
+SCATTERED = np.array([9, 4, 20, 1])
+IN_ORDER = np.array([5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "source_ids", "target_ids", "start", "end", "segments"),
+    [
+        pytest.param(block_major(), block_major(), SCATTERED, SCATTERED, 0, 16, 4, id="a block is one"),
+        pytest.param(block_major(), block_major(), IN_ORDER, IN_ORDER, 0, 16, 1, id="blocks in a row are one"),
+        pytest.param(block_major(), block_major(), IN_ORDER, SCATTERED, 0, 16, 4, id="in a row on one side only"),
+        pytest.param(block_major(), block_major(gap=8), IN_ORDER, IN_ORDER, 0, 16, 4, id="a gap between blocks"),
+        pytest.param(block_major(), layer_major(), IN_ORDER, IN_ORDER, 0, 16, 12, id="different layouts"),
+        pytest.param(layer_major(), layer_major(), IN_ORDER, IN_ORDER, 0, 16, 3, id="a layer's row is one"),
+        pytest.param(layer_major(), layer_major(), SCATTERED, SCATTERED, 0, 16, 12, id="layer by layer"),
+        pytest.param(
+            block_major(), block_major(), IN_ORDER, IN_ORDER, 0, 14, 3, id="tail: the first layer's follows the row"
+        ),
+        pytest.param(
+            block_major(), block_major(), IN_ORDER, IN_ORDER, 2, 16, 3, id="head: the row follows the last layer's"
+        ),
+        pytest.param(block_major(), block_major(), IN_ORDER, IN_ORDER, 5, 7, 3, id="inside one block"),
+        pytest.param(block_major(), block_major(), IN_ORDER, IN_ORDER, 7, 7, 0, id="nothing"),
+    ],
+)
+def test_no_more_segments_than_the_layouts_need(source, target, source_ids, target_ids, start, end, segments):
+    plan = KVMap(source, target).plan([source_ids], [target_ids], start, end)
+    assert [len(side) for side in plan] == [segments, segments]
+
+
+def test_components_merge_across_the_edge_of_two_tensors():
+    """The last block of one layer's part of a region and the first of the next one's lie next to each other."""
+    size = TOKENS * SIZE
+    plane = Plane("kv", tuple(Component(0, i * 2 * size, size, SIZE) for i in range(2)), 2)
+    g = KVGeometry({}, TOKENS, (plane,), 0)
+    whole, _ = KVMap(g, g).plan([np.array([0, 1])], [np.array([0, 1])], 0, 8)
+    assert whole.triples() == [(0, 0, 4 * size)]
+
+
+def test_a_per_block_value_beside_its_block_costs_no_segment():
+    stride = TOKENS * SIZE + 2
+    plane = Plane("kv", (Component(0, 0, stride, SIZE), Component(0, TOKENS * SIZE, stride, 2, "scale", True)), 8)
+    g = KVGeometry({}, TOKENS, (plane,), 0)
+    whole, _ = KVMap(g, g).plan([np.array([3])], [np.array([3])], 0, 4)
+    part, _ = KVMap(g, g).plan([np.array([3])], [np.array([3])], 0, 1)
+    assert whole.triples() == [(0, 3 * stride, stride)]
+    assert part.triples() == [(0, 3 * stride, SIZE), (0, 3 * stride + TOKENS * SIZE, 2)]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def two_planes(source_blocks: int = 8, target_blocks: int = 4) -> KVMap:
+    def geometry(blocks: int) -> KVGeometry:
+        planes = tuple(Plane(f"depth{p}", (Component(p, 0, 32, 8),), blocks) for p in range(2))
+        return KVGeometry({}, 4, planes, 0)
+
+    return KVMap(geometry(source_blocks), geometry(target_blocks))
+
+
+GOOD = [np.array([1, 2]), np.array([3, 0])]
+SHORT = [GOOD[0][:1], GOOD[1]]
+HUGE = np.array([2**63, 1], np.uint64)
+TWICE = np.array([2, 2])
+
+
+@pytest.mark.clause("C3.1", "C3.2", "C3.6")
+@pytest.mark.parametrize(
+    ("source", "target", "start", "end", "text"),
+    [
+        pytest.param(GOOD[:1], GOOD, 0, 8, "1 source and 2 target tables for 2 planes", id="a table missing"),
+        pytest.param(GOOD, [*GOOD, GOOD[0]], 0, 8, "2 source and 3 target tables", id="a table too many"),
+        pytest.param(SHORT, GOOD, 0, 5, "source table of plane depth0 is .*2 integer", id="source too short"),
+        pytest.param(GOOD, SHORT, 0, 5, "destination table of plane depth0", id="target too short"),
+        pytest.param([GOOD[0], [3, 8]], GOOD, 0, 8, "block 8 in the source table of plane depth1.* 8$", id="source id"),
+        pytest.param(GOOD, [[4, 1], GOOD[1]], 0, 8, "block 4 in the destination table .*depth0.* 4$", id="target id"),
+        pytest.param([[-1, 1], GOOD[1]], GOOD, 0, 8, "block -1 in the source table", id="negative id"),
+        pytest.param([HUGE, GOOD[1]], GOOD, 0, 8, "in the source table", id="huge id"),
+        pytest.param([[1.5, 1], GOOD[1]], GOOD, 0, 8, "float64", id="float ids"),
+        pytest.param([GOOD[0][None], GOOD[1]], GOOD, 0, 4, "source table of plane depth0", id="two dimensions"),
+        pytest.param(GOOD, [GOOD[0], TWICE], 0, 8, r"C3\.2: block 2 is twice in .* plane depth1", id="twice"),
+        pytest.param(GOOD, GOOD, 5, 4, "is not one", id="backwards"),
+        pytest.param(GOOD, GOOD, -1, 4, "is not one", id="negative start"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(source, target, start, end, text):
+    with pytest.raises(SegmentError, match=text):
+        two_planes().plan(source, target, start, end)
+
+
+def test_ids_outside_the_range_do_not_matter():
+    """A table may hold what is not known yet, as long as nothing asks for it."""
+    ids = np.array([99, 1, -1])
+    plan = two_planes().plan([ids, ids], [ids, ids], 4, 8)
+    assert [len(side) for side in plan] == [2, 2]
+
+
+@pytest.mark.clause("C3.2", "C3.3")
+def test_a_range_that_would_tear_a_per_block_value_is_refused():
+    plane = Plane("kv", (Component(0, 0, 16, 4), Component(1, 0, 2, 2, "scale", True)), 8)
+    g = KVGeometry({}, 4, (plane,), 0)
+    table = [np.array([1, 2])]
+    assert KVMap(g, g).plan(table, table, 4, 6)[0].triples() == [(0, 32, 8), (1, 4, 2)]
+    with pytest.raises(SegmentError, match="must end at a block edge"):
+        KVMap(g, g).plan(table, table, 2, 8)
