@@ -28,7 +28,7 @@ ONE_OF_EACH = [
     messages.Rejected(T, "full", retry=True),
     messages.Prefill(T, 2, REQUEST, HELD, PEER),
     messages.Progress(T, 3),
-    messages.Commit(T, 3, 10, 1 << 40, {"submitted": 0.25}),
+    messages.Commit(T, 3, segments=10, nbytes=1 << 40, timings={"submitted": 0.25}),
     messages.Received(T, {"received": 0.5}),
     messages.Ack(T),
     messages.Activated(T),

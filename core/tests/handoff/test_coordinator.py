@@ -91,7 +91,7 @@ class Desk:
         t = self.placed(name)
         steps = [
             ("reserved", d, Reserved(Reservation(t, ((0,),), 0, 0))),
-            ("committed", p, Commit(t, 1, 3, 4096, {"submitted": 0.5})),
+            ("committed", p, Commit(t, 1, segments=3, nbytes=4096, timings={"submitted": 0.5})),
             ("received", d, Received(t)),
             ("source retired", p, Retired(t)),
             ("activated", d, Activated(t)),
@@ -139,7 +139,7 @@ def test_a_life_from_submit_to_forgotten():
     held = Reservation(t, ((0, 1, 2),), 0, 0)
     assert sent(desk.hear(D0, Reserved(held))) == [(P0, Prefill(t, 1, request(17, 16), held, D0))]
     assert {v.peer: (v.blocks_out, v.slots_out) for v in desk.c.peers()} == {P0: (2, 1), D0: (3, 1)}
-    commit = Commit(t, 4, 9, 4096, {"submitted": 0.5})
+    commit = Commit(t, 4, segments=9, nbytes=4096, timings={"submitted": 0.5})
     effects = desk.hear(P0, commit)
     assert sent(effects) == [(D0, commit)]
     (reached,) = orders(effects, fx.Reached)
@@ -264,8 +264,8 @@ def test_a_large_request_is_not_starved_by_an_endless_stream_of_small_ones():
 @pytest.mark.clause("C2.6")
 def test_a_refusal_in_spite_of_credits_makes_the_request_wait_with_its_age_as_a_new_generation():
     desk = Desk(slots=1)
-    desk.submit("a")
-    desk.submit("b")
+    for name in "abc":
+        desk.submit(name)
     old = desk.placed("a")
     effects = desk.hear(D0, Rejected(old, "fragmented", retry=True))
     assert orders(effects, fx.Tell)[0].event == fx.Requeued("fragmented")
@@ -275,7 +275,6 @@ def test_a_refusal_in_spite_of_credits_makes_the_request_wait_with_its_age_as_a_
     assert desk.c.next_deadline() == desk.now + Limits().retry_delay
     desk.wait(1.0)
     assert desk.c.phase_of(RequestKey("a")) is C.WAITING
-    desk.submit("c")
     desk.life("b")
     assert desk.c.phase_of(RequestKey("a")) is C.RESERVING  # older than c
     assert desk.placed("a") != old
@@ -556,6 +555,21 @@ def test_progress_renews_the_idle_deadline_and_hides_no_other():
     assert not desk.ends("a")
     desk.wait(0.1)
     assert "prefill_idle" in desk.ends("a")[0].cause
+
+
+@pytest.mark.clause("C6.7", "C8.5")
+def test_a_renewal_does_not_hide_the_deadlines_behind_it():
+    desk = Desk(deadlines=SHORT)
+    for name in "ab":
+        desk.submit(name)
+    transfers = [desk.life(name, "reserved") for name in "ab"]
+    for t in transfers:
+        desk.hear(P0, Progress(t, 1))
+    desk.wait(2.0)
+    desk.hear(P0, Progress(transfers[0], 2))  # the first in line is renewed
+    assert desk.c.next_deadline() == desk.now + 1.0
+    desk.wait(1.0)
+    assert [bool(desk.ends(name)) for name in "ab"] == [False, True]
 
 
 @pytest.mark.clause("C6.7")

@@ -71,7 +71,7 @@ def test_a_life_from_reserve_to_retired():
     t = reserve(m)
     assert m.reserved(held(t))[:2] == [fx.Grant(t, P0, held(t)), fx.Send(Reserved(held(t)))]
     assert m.receipt(Receipt(P0, t, 1)) == []
-    assert m.commit(Commit(t, 2, 9, 9, {"x": 1.0})) == []
+    assert m.commit(Commit(t, 2, segments=9, nbytes=9, timings={"x": 1.0})) == []
     assert m.commit(Commit(t, 2)) == [fx.Ignored(t, "Commit", "equal commit")]  # C7.1: statistics do not count
     effects = m.receipt(Receipt(P0, t, 0))
     assert effects == [fx.Send(Received(t)), fx.Milestone(t, "received"), fx.Import(t, 3)]
