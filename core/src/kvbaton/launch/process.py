@@ -137,7 +137,8 @@ class ProcessLauncher:
 
     ``log_lines``: how many last lines are kept of each stage.  ``on_line(peer, line)`` sees every line, on the
     launcher's thread: be brief.  ``orphan_grace``: seconds after which a stage that outlives this process is ended by
-    its own watchdog (one that hung before without ever letting Python run is not).  ``patience``: seconds that ``close`` waits for a killed stage.
+    its own watchdog (one that hung before, without ever letting Python run, is not).  ``patience``: seconds that
+    ``close`` waits for a killed stage.
 
     Ownership: one thread, and while a stage lives its process and three descriptors; all are gone after ``close``.
     """
