@@ -28,6 +28,7 @@ from kvbaton.errors import (
 from kvbaton.geometry import Component, KVGeometry, Plane
 from kvbaton.guard import GuardedConnector, GuardLimits, GuardProgress, PeerState
 from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.segments import Segments
 from kvbaton_conformance.harness import segments
 from kvbaton_conformance.scripted_connector import ManualClock, ScriptedConnector
 
@@ -485,12 +486,14 @@ def test_before_a_peer_is_up_its_chunks_wait():
 
 @pytest.mark.clause("T12")
 @pytest.mark.parametrize("end", ["accept", "forget", "down"])
-def test_a_chunk_that_is_offered_again_is_checked_once_and_not_kept(end):
+def test_a_chunk_that_is_offered_again_is_checked_once_and_not_kept(end, monkeypatch):
     rig = Rig(D0)
     rig.plugin.full = True
-    offered = chunk()
+    offered, checks = chunk(), []
+    monkeypatch.setattr(Segments, "check_bounds", lambda *arguments: checks.append(arguments))
     assert not rig.guard.submit(offered)
     assert not rig.guard.submit(offered)
+    assert len(checks) == 2  # source and target, once
     kept = rig.guard._peers[D0]
     assert kept.checked is offered
     if end == "accept":

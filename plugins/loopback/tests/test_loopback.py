@@ -15,7 +15,9 @@ from kvbaton.connector import IDLE, Chunk, Endpoint, MemoryRegion, Need, Outcome
 from kvbaton.errors import LocalProtocolError, Outstanding, PeerLost, RegistrationError
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton_conformance.harness import Pair, open_end, open_pair, segments
+from kvbaton_loopback import connector as connector_module
 from kvbaton_loopback import plugin
+from kvbaton_loopback.copying import copy_segments
 from kvbaton_loopback.ether import ETHER, Address
 from kvbaton_loopback.options import LoopbackOptions
 
@@ -197,6 +199,34 @@ def test_no_receipt_before_its_bytes_and_no_byte_after(manual):
     manual.source.memory.poison()
     manual.pump_idle()
     manual.target.memory.check(sent.expected)
+
+
+@pytest.mark.clause("T3", "T5")
+def test_while_bytes_move_neither_end_has_heard_anything(manual, monkeypatch):
+    def copy(*arguments):
+        assert manual.target.connector.poll() is IDLE
+        assert manual.source.connector.poll() is IDLE
+        copy_segments(*arguments)
+
+    monkeypatch.setattr(connector_module, "copy_segments", copy)
+    sent = send(manual)
+    manual.source.connector.wire.step()
+    manual.pump()
+    assert sent.received
+    assert sent.done
+
+
+@pytest.mark.clause("T5", "T7")
+def test_a_copy_that_fails_has_no_receipt(manual, monkeypatch):
+    def copy(*arguments):
+        raise MemoryError("no")
+
+    monkeypatch.setattr(connector_module, "copy_segments", copy)
+    sent = send(manual)
+    manual.source.connector.wire.step()
+    manual.pump_idle()
+    assert heard(manual.source) == [(Outcome.FAILED, True)]
+    assert not sent.received
 
 
 @pytest.mark.clause("T3")
