@@ -1,0 +1,554 @@
+"""The pytest plugin of the kit: options, collection rules, gating, the verdict.
+
+It is loaded into every pytest run where the kit is installed, so it imports nothing of the suite until a module that
+is being collected has done so.
+
+What is an *error* here, because it would make a green run mean less than it says: a subclass that judges nothing; a
+standard test that is overridden, deselected, or skipped by anybody but the kit; a mandatory clause without a test that
+ran; a known failure that passes or matches nothing; an absent environment under ``--require-env``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+import sys
+import time
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvbaton_conformance.known_failures import KnownFailure, KnownFailuresError, read_known_failures
+
+if TYPE_CHECKING:
+    from kvbaton_conformance.report.verdict import Result, Verdict
+
+pytest.register_assert_rewrite("kvbaton_conformance.suite", "kvbaton_conformance.harness")
+
+LEVELS = ("connector", "handoff", "engine", "guard")
+_SUITE = "kvbaton_conformance.suite"
+
+
+@dataclass
+class Judged:
+    """One collected class: what it judges and which standard tests it must run."""
+
+    name: str
+    nodeid: str
+    subject: Any
+    #: Test name to the class of the suite that defines it; those of the chosen levels.
+    tests: dict[str, type]
+    all_tests: dict[str, type]
+    unavailable: str = ""
+    seen: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Kit:
+    """The kit's state in one run."""
+
+    levels: tuple[str, ...]
+    partial: bool
+    known: list[KnownFailure]
+    started: float
+    judged: dict[type, Judged] = field(default_factory=dict)
+    #: By node id.
+    results: dict[str, Result] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    #: Called when the run ends; each returns what it found wrong.
+    closers: list[Any] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+
+KIT = pytest.StashKey[Kit]()
+_GATE = pytest.StashKey[tuple[str, str]]()
+_KNOWN = pytest.StashKey[KnownFailure]()
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvbaton conformance", "kvbaton: is a transport or an engine what the contract asks for?")
+    group.addoption(
+        "--connector", metavar="NAME", help="the connector to judge: an entry point's name, or module:object"
+    )
+    group.addoption(
+        "--connector-option", action="append", metavar="KEY=VALUE", help="an option of that connector; repeatable"
+    )
+    group.addoption(
+        "--require-env", action="store_true", help="an environment or hardware that is absent is an error, not a skip"
+    )
+    group.addoption(
+        "--known-failures", metavar="FILE", help="TOML file of failures that are known, each with reason and link"
+    )
+    group.addoption("--conformance-report", metavar="DIR", help="write the verdict there: JSON, JUnit, a page, a badge")
+    group.addoption("--conformance-seed", metavar="N", type=int, default=1, help="seed of everything drawn (1)")
+    group.addoption(
+        "--conformance-level", choices=(*LEVELS, "all"), default="all", help="run the tests of this level only"
+    )
+    group.addoption(
+        "--conformance-partial",
+        action="store_true",
+        help="a selection of the standard tests is meant: no error that others did not run, and no verdict",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "clause(*ids): the clauses of the contract that this test proves",
+        "requires(*capabilities, **values): what the running connector must declare for this test to make sense",
+        "mode(name): in-process or two-processes, where the test makes sense in one of them only",
+        "mutant(name): a defect that this test is known to find",
+    ):
+        config.addinivalue_line("markers", line)
+    known: list[KnownFailure] = []
+    if path := config.getoption("--known-failures"):
+        try:
+            known = read_known_failures(Path(path))
+        except KnownFailuresError as error:
+            raise pytest.UsageError(str(error)) from error
+    level = config.getoption("--conformance-level")
+    config.stash[KIT] = Kit(
+        LEVELS if level == "all" else (level,), config.getoption("--conformance-partial"), known, time.monotonic()
+    )
+    if folder := config.getoption("--conformance-report"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    # before pytest's own junit plugin is configured
+    folder = config.getoption("--conformance-report")
+    if folder and not getattr(config.option, "xmlpath", None):
+        config.option.xmlpath = str(Path(folder) / "junit.xml")
+
+
+# -- collection ------------------------------------------------------------------------------------------------------
+
+
+class Refused(pytest.Collector):
+    """Stands where a class would, and ends the run with the reason why that class cannot be judged."""
+
+    reason: str = ""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        raise self.CollectError(self.reason)
+
+
+def _root() -> type | None:
+    """The root class of the suite, if anything has imported it."""
+    module = sys.modules.get(f"{_SUITE}.topic")
+    return getattr(module, "Conformance", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
+    root = _root()
+    if root is None:
+        return None
+    if isinstance(collector, pytest.Class):
+        judged = collector.config.stash[KIT].judged.get(collector.obj)
+        # a standard test of a level that was not asked for
+        return [] if judged and name in judged.all_tests and name not in judged.tests else None
+    if not (isinstance(collector, pytest.Module) and inspect.isclass(obj) and issubclass(obj, root)):
+        return None
+    if obj.__module__.startswith(_SUITE):
+        return []
+    reason = _judge(collector, name, obj)
+    if reason:
+        collector.config.stash[KIT].refusals.append(reason)
+        refused = Refused.from_parent(collector, name=name)
+        refused.reason = reason
+        return refused
+    return None
+
+
+def _judge(collector: pytest.Module, name: str, cls: Any) -> str:
+    """Take a subclass in, or say why it cannot be judged."""
+    from kvbaton_conformance.subject import SubjectRefused
+
+    kit = collector.config.stash[KIT]
+    here = collector.obj
+    if not collector.classnamefilter(name):
+        derived = [
+            other
+            for other in vars(here).values()
+            if inspect.isclass(other) and other is not cls and issubclass(other, cls)
+        ]
+        if derived or cls.__module__ != here.__name__:
+            return ""  # a base of one's own
+        return f"{name} would not be run, because pytest collects classes named Test...: call it Test{name}"
+    if cls.__init__ is not object.__init__:
+        return f"{name} has an __init__, so pytest would not run it: set connector and connector_options on the class"
+    tests = standard_tests(cls)
+    if problem := _overrides(cls, tests):
+        return problem
+    chosen = {test: owner for test, owner in tests.items() if owner.level in kit.levels}  # type: ignore[attr-defined]
+    if not tests:
+        return f"{name} has no standard test: derive it from ConnectorConformance"
+    unavailable, subject = "", None
+    try:
+        subject = cls.subject_for(collector.config)
+    except SubjectRefused as error:
+        hardware: str = getattr(cls, "needs_hardware", "")
+        if not (error.unavailable and hardware):
+            return f"{name}: {error}"
+        unavailable = f"{hardware}: {error}"
+    except Exception as error:
+        return f"{name}: what it judges could not be found out: {type(error).__name__}: {error}"
+    kit.judged[cls] = Judged(name, f"{collector.nodeid}::{name}", subject, chosen, tests, unavailable)
+    return ""
+
+
+def standard_tests(cls: type) -> dict[str, type]:
+    """Name of each standard test of a class to the class of the suite that defines it."""
+    tests: dict[str, type] = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith(_SUITE):
+            for name, value in vars(base).items():
+                if name.startswith("test") and callable(value):
+                    tests.setdefault(name, base)
+    return tests
+
+
+def _overrides(cls: Any, tests: dict[str, type]) -> str:
+    """What a subclass changes and must not, or seems to misspell."""
+    ours = {name for base in cls.__mro__ if base.__module__.startswith(_SUITE) for name in vars(base)}
+    for base in cls.__mro__:
+        if base.__module__.startswith(_SUITE) or base is object:
+            continue
+        for key, value in vars(base).items():
+            name = str(key)
+            if name.startswith("__") or name in cls.settable:
+                continue
+            if name in tests:
+                return (
+                    f"{cls.__name__} overrides the standard test {test_id(tests[name], name)}. A failure that is known"
+                    " goes into a file: --known-failures FILE"
+                )
+            if name in ours:
+                return f"{cls.__name__} overrides {name}, which is the kit's own; it may set {_listed(cls.settable)}"
+            near = difflib.get_close_matches(name, cls.settable, n=1, cutoff=0.8)
+            if near and not callable(value):
+                return f"{cls.__name__} sets {name}, which nothing reads. Did you mean {near[0]}?"
+    return ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def test_id(owner: type, name: str) -> str:
+    """``topic::test_name``; the topic is the module below ``suite``."""
+    return f"{owner.__module__.removeprefix(_SUITE + '.')}::{name}"
+
+
+test_id.__test__ = False  # type: ignore[attr-defined]
+
+
+def _judged(item: pytest.Item | pytest.Metafunc) -> Judged | None:
+    cls: Any = getattr(item, "cls", None)
+    return item.config.stash[KIT].judged.get(cls) if cls is not None else None
+
+
+def subject_of(node: pytest.Item) -> Any:
+    """What the class of a running test judges."""
+    judged = _judged(node)
+    assert judged is not None
+    return judged.subject
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    judged = _judged(metafunc)
+    if judged is None or "mode" not in metafunc.fixturenames:
+        return
+    wanted = [mark.args[0] for mark in metafunc.definition.iter_markers("mode")] or ["in-process", "two-processes"]
+    modes = [mode for mode in getattr(judged.subject, "modes", ()) if mode in wanted]
+    metafunc.parametrize("mode", modes or wanted[:1])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kit = config.stash[KIT]
+    for item in items:
+        judged = _judged(item)
+        name = getattr(item, "originalname", item.name)
+        if judged is None or name not in judged.tests:
+            continue
+        judged.seen.add(name)
+        result = _result(item, judged, name)
+        kit.results[item.nodeid] = result
+        item.user_properties.append(("clauses", " ".join(result.clauses)))
+        item.user_properties.append(("conformance_id", result.id))
+        if gate := _gate(item, judged):
+            item.stash[_GATE] = gate
+            item.add_marker(pytest.mark.skip(reason=": ".join(gate)), append=False)
+        for known in kit.known:
+            if known.covers(result.id):
+                known.matched.append(result.id)
+                item.stash[_KNOWN] = known
+
+
+def _result(item: pytest.Item, judged: Judged, name: str) -> Result:
+    from kvbaton_conformance.report.verdict import Result
+
+    owner = judged.tests[name]
+    parameters = item.name[len(name) :]
+    clauses = tuple(dict.fromkeys(str(id) for mark in item.iter_markers("clause") for id in mark.args))
+    documentation = inspect.getdoc(getattr(owner, name)) or ""
+    troubleshooting = documentation.partition("Troubleshooting:")[2].strip()
+    seed = item.config.getoption("--conformance-seed")
+    return Result(
+        id=test_id(owner, name) + parameters, nodeid=item.nodeid, judged=judged.name,
+        subject=getattr(judged.subject, "title", judged.name), level=owner.level,  # type: ignore[attr-defined]
+        clauses=clauses, troubleshooting=troubleshooting,
+        replay=f"{_command(item.config)} -k '{_quoted(item.name)}' --conformance-partial --conformance-seed {seed}",
+    )  # fmt: skip
+
+
+def _command(config: pytest.Config) -> str:
+    """The command line of this run without what selects or reports."""
+    words = []
+    for word in config.invocation_params.args:
+        text = str(word)
+        if not text.startswith(("--conformance-", "-k", "--junit")):
+            words.append(text)
+    return " ".join(["pytest", *words])
+
+
+def _quoted(name: str) -> str:
+    # -k takes words: brackets and what stands in them are its own syntax
+    return " and ".join(part for part in re.split(r"[\[\]]", name) if part)
+
+
+def _gate(item: pytest.Item, judged: Judged) -> tuple[str, str] | None:
+    """Why a standard test cannot run here: ``(absent | unavailable, reason)``."""
+    if judged.unavailable:
+        return "unavailable", judged.unavailable
+    capabilities = getattr(judged.subject, "capabilities", None)
+    for mark in item.iter_markers("requires"):
+        for name in mark.args:
+            if not getattr(capabilities, name):
+                return "absent", f"{name} is not declared"
+        for name, value in mark.kwargs.items():
+            declared = getattr(capabilities, name)
+            if declared != value and not (isinstance(declared, frozenset) and value in declared):
+                shown = "+".join(sorted(declared)) if isinstance(declared, frozenset) else declared
+                return "absent", f"{name} is declared as {shown}, not {value}"
+    wanted = [mark.args[0] for mark in item.iter_markers("mode")]
+    if wanted and not set(wanted) & set(judged.subject.modes):
+        reach = {"in-process": "same_process", "two-processes": "cross_process"}[wanted[0]]
+        return "absent", f"{reach} is not declared"
+    return None
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    kit = session.config.stash[KIT]
+    for judged in kit.judged.values():
+        missing = [test_id(owner, name) for name, owner in judged.tests.items() if name not in judged.seen]
+        if missing and not kit.partial and not session.config.option.collectonly:
+            kit.problems.append(
+                f"{judged.name}: {len(missing)} of {len(judged.tests)} standard tests were deselected or removed:"
+                f" {_first(missing)}. To look at a part on purpose, add --conformance-partial"
+            )
+    if not kit.judged:
+        return
+    everything = {test_id(owner, name) for judged in kit.judged.values() for name, owner in judged.all_tests.items()}
+    selected = {test_id(owner, name) for judged in kit.judged.values() for name, owner in judged.tests.items()}
+    for known in kit.known:
+        base = known.test.split("[")[0]
+        beyond_this_level = base in everything and base not in selected
+        if not known.matched and not beyond_this_level and not (kit.partial and base in everything):
+            near = difflib.get_close_matches(base, everything, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            kit.problems.append(f"known failure {known.test} matches no test.{hint}")
+
+
+def _first(names: list[str], count: int = 5) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    kit = config.stash[KIT]
+    if not kit.judged:
+        return []
+    from kvbaton_conformance.subject import versions
+
+    lines = [f"conformance: {versions()}"]
+    for judged in kit.judged.values():
+        if judged.subject is not None:
+            lines += [f"conformance: {line}" for line in judged.subject.header()]
+    return [*lines, f"conformance: seed {config.getoption('--conformance-seed')}, levels {', '.join(kit.levels)}"]
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    kit = item.config.stash[KIT]
+    result = kit.results.get(item.nodeid)
+    if result is None:
+        return report
+    result.seconds += report.duration
+    if report.failed:
+        _failed(report, call, result)
+        if result.replay:
+            report.sections.append(("to replay it", result.replay))
+    elif report.skipped:
+        gate = item.stash.get(_GATE, None)
+        if gate is None:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            report.outcome = "failed"
+            report.longrepr = f"{result.id} is a standard test, and something else than the kit skipped it: {reason}"
+            result.outcome, result.message = "failed", report.longrepr
+        elif gate[0] == "unavailable" and item.config.getoption("--require-env"):
+            report.outcome = "failed"
+            report.longrepr = f"--require-env: {result.id} needs what is not here: {gate[1]}"
+            result.outcome, result.message = "failed", report.longrepr
+        else:
+            result.outcome, result.message = gate  # type: ignore[assignment]
+    known = item.stash.get(_KNOWN, None)
+    if known is not None:
+        _known(report, result, known)
+    return report
+
+
+def _failed(report: pytest.TestReport, call: pytest.CallInfo[None], result: Result) -> None:
+    from kvbaton_conformance.clauses import ClauseBroken, clauses, leading_clause
+
+    error = call.excinfo.value if call.excinfo is not None else None
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    message = str(error) if error is not None and str(error) else f"{type(error).__name__} without a message"
+    if result.outcome == "failed":  # its teardown adds to what its call has found
+        result.message += f"\n\nand in {report.when}: {message}"
+        return
+    result.outcome = "failed"
+    clause = leading_clause(message)
+    if clause is None:
+        clause = result.clauses[0] if result.clauses else ""
+        message = f"{clause}: could not be judged, {report.when} raised {type(error).__name__}: {message}"
+    result.message, result.broken = message, clause
+    if isinstance(error, ClauseBroken):
+        result.expected, result.seen, result.look = error.expected, error.seen, error.look
+    if clause in clauses():
+        report.sections.append((f"{clause} says", clauses()[clause].text))
+    if result.troubleshooting:
+        report.sections.append(("troubleshooting", result.troubleshooting))
+
+
+def _known(report: pytest.TestReport, result: Result, known: KnownFailure) -> None:
+    """Strict: any phase may fail as known, and one must."""
+    if report.failed:
+        report.outcome = "skipped"
+        report.wasxfail = f"{known.reason} ({known.link})"
+        result.outcome = "known"
+        result.message = f"{known.reason} ({known.link}): {result.message}"
+    elif report.when == "teardown" and result.outcome == "passed":
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{result.id} is a known failure ({known.reason}, {known.link}), and passed: take it out of the file"
+        )
+        result.outcome, result.message = "failed", report.longrepr
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    kit = session.config.stash[KIT]
+    for close in kit.closers:
+        kit.problems += close()
+    kit.closers.clear()
+    if not kit.results or session.config.option.collectonly:
+        if kit.judged and not session.config.option.collectonly:
+            kit.problems.append("no standard test ran")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return
+    if not kit.partial:
+        kit.problems += _mandatory(kit)
+    if (kit.problems or any(result.outcome == "failed" for result in kit.results.values())) and exitstatus in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if folder := session.config.getoption("--conformance-report"):
+        _write(Path(folder), _verdict(session.config))
+
+
+def _mandatory(kit: Kit) -> list[str]:
+    """Mandatory clauses that nothing has tried."""
+    from kvbaton_conformance.clauses import MANDATORY
+
+    problems = []
+    for judged in kit.judged.values():
+        if judged.unavailable:
+            continue
+        levels = {owner.level for owner in judged.tests.values()}  # type: ignore[attr-defined]
+        ran = {
+            clause
+            for result in kit.results.values()
+            if result.nodeid.startswith(judged.nodeid + "::") and result.outcome in ("passed", "failed", "known")
+            for clause in result.clauses
+        }
+        for level in sorted(levels):
+            missing = [clause for clause in MANDATORY[level] if clause not in ran]
+            if missing:
+                problems.append(f"{judged.name}: no test of a mandatory clause ran: {', '.join(missing)} ({level})")
+    return problems
+
+
+def _verdict(config: pytest.Config) -> Verdict:
+    from kvbaton_conformance.report.verdict import Verdict
+    from kvbaton_conformance.subject import versions
+
+    kit = config.stash[KIT]
+    subjects = tuple(dict.fromkeys(result.subject for result in kit.results.values()))
+    header = [versions()]
+    for judged in kit.judged.values():
+        if judged.subject is not None:
+            header += judged.subject.header()
+    return Verdict(
+        subjects, tuple(dict.fromkeys(header)), list(kit.results.values()), list(dict.fromkeys(kit.problems)),
+        kit.partial, time.monotonic() - kit.started,
+    )  # fmt: skip
+
+
+def _write(folder: Path, verdict: Verdict) -> None:
+    content = {
+        "verdict": verdict.sentence, "conforms": verdict.conforms, "subjects": verdict.subjects,
+        "environment": verdict.header, "problems": verdict.problems, "seconds": round(verdict.seconds, 2),
+        "clauses": [{"id": row.id, "verdict": row.word, **row.counts} for row in verdict.rows],
+        "tests": [asdict(result) for result in verdict.results],
+    }  # fmt: skip
+    (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    kit = config.stash[KIT]
+    if not kit.results and not kit.problems:
+        return
+    from kvbaton_conformance.report.verdict import OUTCOMES
+
+    verdict = _verdict(config)
+    write = terminalreporter.write_line
+    terminalreporter.section("kvbaton conformance")
+    write(f"{'clause':8}{'verdict':16}" + "".join(f"{word:>12}" for word in OUTCOMES))
+    for row in verdict.rows:
+        colour = {"BROKEN": {"red": True}, "holds": {"green": True}}.get(row.word, {"yellow": True})
+        write(f"{row.id:8}{row.word:16}" + "".join(f"{row.counts[word] or '':>12}" for word in OUTCOMES), **colour)
+    for problem in verdict.problems:
+        write(f"error: {problem}", red=True)
+    write(verdict.sentence, bold=True, green=verdict.conforms and not verdict.partial, red=not verdict.conforms)

@@ -1,0 +1,1 @@
+"""The verdict of a run: as values, as JSON, as one page."""

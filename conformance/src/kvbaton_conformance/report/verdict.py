@@ -1,0 +1,126 @@
+"""What a run has shown, clause by clause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvbaton_conformance.clauses import clauses
+
+#: ``absent``: a capability is declared absent.  ``unavailable``: the environment lacks something.  ``known``: failed
+#: as a file of known failures says.
+Outcome = Literal["passed", "failed", "absent", "unavailable", "known"]
+
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "absent", "unavailable", "known")
+
+
+@dataclass
+class Result:
+    """One standard test, in one mode, of one judged class."""
+
+    #: ``topic::test_name[mode]``: what a file of known failures calls it.
+    id: str
+    nodeid: str
+    #: The class that was collected, and the connector or engine that it judges.
+    judged: str
+    subject: str
+    level: str
+    clauses: tuple[str, ...]
+    outcome: Outcome = "passed"
+    #: Why it is not ``passed``: the failure's text, or what is absent.
+    message: str = ""
+    #: Of a failure: the clause that its message begins with, and its parts.
+    broken: str = ""
+    expected: str = ""
+    seen: str = ""
+    look: str = ""
+    #: What the test's docstring says about such failures.
+    troubleshooting: str = ""
+    replay: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class ClauseRow:
+    """One clause over all tests that name it."""
+
+    id: str
+    counts: dict[Outcome, int]
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def word(self) -> str:
+        if self.counts["failed"]:
+            return "BROKEN"
+        if self.counts["known"]:
+            return "known failure"
+        if self.counts["passed"]:
+            return "holds"
+        return "unavailable" if self.counts["unavailable"] else "absent"
+
+
+@dataclass
+class Verdict:
+    """The whole run.  ``problems`` are what makes it no verdict at all: tests that did not run but should have."""
+
+    subjects: tuple[str, ...]
+    header: tuple[str, ...]
+    results: Sequence[Result]
+    problems: Sequence[str]
+    partial: bool
+    seconds: float
+
+    @property
+    def rows(self) -> list[ClauseRow]:
+        return rows(self.results)
+
+    def count(self, outcome: Outcome) -> int:
+        return sum(result.outcome == outcome for result in self.results)
+
+    @property
+    def conforms(self) -> bool:
+        return bool(self.results) and not self.problems and not self.count("failed")
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        who = ", ".join(self.subjects) or "nothing"
+        broken = [row.id for row in self.rows if row.counts["failed"]]
+        if broken:
+            return f"{who} DOES NOT CONFORM: {self.count('failed')} tests failed, clauses {', '.join(broken)}"
+        if self.problems:
+            return f"NO VERDICT on {who}: {self.problems[0]}"
+        if not self.results:
+            return "NO VERDICT: no standard test ran"
+        if self.partial:
+            return f"NO VERDICT on {who}: a part of the suite passed ({self.count('passed')} tests)"
+        known = self.count("known")
+        return f"{who} CONFORMS" + (f", but for {known} known failures" if known else "")
+
+
+def rows(results: Sequence[Result]) -> list[ClauseRow]:
+    """Per clause, in the order of the contract's numbers, T first."""
+    found: dict[str, ClauseRow] = {}
+    for result in results:
+        # a failure is also one of the clause that it found broken, whatever the test set out to prove
+        named = dict.fromkeys((*result.clauses, *((result.broken,) if result.broken else ())))
+        for clause in named:
+            row = found.setdefault(clause, ClauseRow(clause, dict.fromkeys(OUTCOMES, 0)))
+            if result.outcome == "failed" and result.broken and clause != result.broken:
+                continue
+            row.counts[result.outcome] += 1
+            if result.outcome == "failed":
+                row.failures.append(result.id)
+    return sorted(found.values(), key=lambda row: clause_order(row.id))
+
+
+def clause_order(id: str) -> tuple[int, list[int]]:
+    """T before C before A, numbers as numbers."""
+    return "TCA".find(id[0]), [int(number) for number in re.findall(r"\d+", id)]
+
+
+def clause_text(id: str) -> str:
+    known = clauses().get(id)
+    return known.text if known else ""

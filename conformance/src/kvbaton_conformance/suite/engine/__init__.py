@@ -1,0 +1,1 @@
+"""The engine level: a ``StageEngine`` alone."""

@@ -1,0 +1,1 @@
+"""The guard level: core's guard alone against a scripted plugin."""
