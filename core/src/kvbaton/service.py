@@ -49,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 #: How long the loop sleeps at most when nothing is due.
 _NAP = 0.5
+#: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
+_LAST_WORDS = 0.25
 
 T = TypeVar("T")
 
@@ -159,8 +161,12 @@ class Service:
             from kvbaton.control.zmq import ZmqCoordinatorChannels
             from kvbaton.launch.process import ProcessLauncher
 
-            sockets = ZmqCoordinatorChannels(directory=settings.control.dir, max_message=settings.control.max_message)
-            return sockets, ProcessLauncher(sockets)
+            control = settings.control
+            sockets = ZmqCoordinatorChannels(
+                directory=control.dir, max_message=control.max_message, heartbeat=control.heartbeat
+            )
+            # an orphan has its own shutdown deadline; the watchdog is for one that does not keep it
+            return sockets, ProcessLauncher(sockets, orphan_grace=2 * settings.deadline.shutdown)
 
         service = cls(settings, hooks, progress, connect, specs)
         service._thread.start()
@@ -355,8 +361,9 @@ class Service:
     def _on_event(self, event: Received | ChannelLost, now: float) -> None:
         peer = event.peer
         if isinstance(event, ChannelLost):
-            # one that was told to exit lets go of its channel first; its join is what counts
-            if peer not in self._expected:
+            # the channel goes moments before its process does: the exit, with status and last words, says more
+            handle = self._handles.get(peer)
+            if peer not in self._expected and not (handle is not None and handle.join(_LAST_WORDS)):
                 self._carry_out(self._machine.peer_lost(peer, event.reason, now), now)
             return
         message = event.message

@@ -221,6 +221,8 @@ class ControlSettings(_Group):
     """Folder for the sockets, private to you (0700). Unset: a fresh temporary folder, removed at the end."""
     max_message: Bytes = ByteSize(16 * MiB)
     """Largest control message accepted; a larger one is dropped and counted."""
+    heartbeat: Seconds = 10.0
+    """A stage whose process answers no heartbeat for about so many seconds (stopped, or its host gone) is lost."""
 
 
 class Settings(_Group):

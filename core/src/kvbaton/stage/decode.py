@@ -106,7 +106,8 @@ class DecodeStage(Stage):
                 try:
                     self.guard.grant(transfer, source, self._granted(reservation))
                 except KvbatonError as error:
-                    self._run(self.machine.engine_failed(transfer, str(error)))
+                    # told after the Reserved that is on its way, or C would hear of a failure before its time
+                    self._reports.append(loop.CommandFailed(transfer, error))
             case fx.Import(transfer, valid):
                 self._post_command(loop.Import(transfer, valid, self.machine.begin_import))
             case fx.Revoke(transfer):
