@@ -212,6 +212,23 @@ def test_a_cached_prompt_is_not_computed_again_but_for_its_end() -> None:
     assert rows[0] == (24, 1)
 
 
+@pytest.mark.clause("C3.4", "C8.4")
+def test_a_resumed_request_computes_its_last_token_even_when_all_of_it_is_cached() -> None:
+    made, request, transfer = engine(), ask(8), new_transfer_id()
+    expected = ids(serve(made, [request])[0])
+    made.add(transfer, request)
+    job = made._jobs[transfer]
+    while job.length % 4:
+        made.step()
+    made.step()
+    while job.length % 4:
+        made.step()
+    made._scheduler._preempt(job)
+    assert made._cache.match(job.held.tokens) == job.length
+    finish(made)
+    assert job.generated == expected
+
+
 def test_stop_conditions() -> None:
     made = engine()
     (plain,) = serve(made, [ask(9)])
@@ -458,6 +475,22 @@ def test_d_starts_nothing_before_the_import_and_activates_once_after() -> None:
     balanced(made)
 
 
+@pytest.mark.clause("A2", "C8.3", "C8.4")
+def test_d_draws_the_first_token_from_what_was_received_even_when_it_recomputes_the_prompt() -> None:
+    made, recorder = staged(Role.DECODE, prefix_caching=False)
+    transfer = new_transfer_id()
+    made.reserve_transfer(Admission(transfer, ask(9)))
+    assert made._storage is not None
+    made._storage.write_final(recorder.reservations[0].final_slot, torch.zeros(32), 3)
+    made.accept_import(transfer, 9)
+    made._scheduler._preempt(made._jobs[transfer])
+    assert made.statistics()["blocks_used"] == 0
+    first, *others = finish(made)[transfer]
+    # Logits of nothing are all equal: the first of them wins.
+    assert (first.token_ids, first.exit_depths) == ((0,), (3,))
+    assert [output.exit_depths for output in others] == [(1,)] * 15
+
+
 @pytest.mark.clause("C3.1", "C8.4")
 def test_d_publishes_a_prefix_only_when_it_is_imported() -> None:
     made, recorder = staged(Role.DECODE)
@@ -512,8 +545,13 @@ def test_d_takes_no_new_reservation_while_a_preempted_request_waits_for_memory()
     ((_, reason, retry),) = recorder.refusals
     assert retry
     assert "preempted" in reason
-    finish(made)
-    assert recorder.active == transfers[:2]
+    outputs = finish(made)
+    assert outputs[transfers[0]][-1].finish_reason is FinishReason.LENGTH
+    # The finished one's memory comes back only when the stage says so.
+    assert made.statistics()["requests_waiting"] == 1
+    made.release_transfer(transfers[0])
+    assert finish(made)[transfers[1]][-1].finish_reason is FinishReason.LENGTH
+    assert recorder.active == transfers[:2], "activated once, however often it comes back"
     for transfer in transfers:
         made.release_transfer(transfer)
     balanced(made)

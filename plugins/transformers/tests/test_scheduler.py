@@ -165,6 +165,33 @@ def test_a_leased_request_is_no_victim_and_an_imported_one_is() -> None:
     assert len(old.generated) == len(young.generated) == 8
 
 
+@pytest.mark.clause("C8.2")
+def test_of_several_the_youngest_unleased_one_is_the_victim() -> None:
+    for leased, victim in (((), 2), ((2,), 1), ((1, 2), None)):
+        bench = Bench(blocks=3)
+        jobs = [bench.add(4, 8, imported=True) for _ in range(3)]
+        leases = [bench.cache.lease(jobs[number].held) for number in leased]
+        bench.step()
+        bench.step()
+        preempted = [number for number, job in enumerate(jobs) if job.phase is Phase.WAITING]
+        assert preempted == ([] if victim is None else [victim])
+        for lease in leases:
+            lease.end()
+        bench.run()
+        assert [len(job.generated) for job in jobs] == [8, 8, 8]
+
+
+def test_a_preempted_request_comes_back_before_those_that_arrived_later() -> None:
+    bench = Bench(blocks=5, running=2)
+    first, second, third = bench.add(8, 6), bench.add(8, 6), bench.add(4, 1)
+    while second.phase is not Phase.WAITING or not second.generated:
+        bench.step()
+    while second.phase is Phase.WAITING:
+        assert third.phase is Phase.WAITING
+        bench.step()
+    assert first.phase is Phase.PARKED
+
+
 def test_what_waits_for_memory_is_passed_only_by_what_has_it() -> None:
     bench = Bench(blocks=4)
     first = bench.add(12, 1, imported=True)
