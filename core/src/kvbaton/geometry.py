@@ -98,18 +98,17 @@ class KVGeometry:
         _require_natural(self.block_tokens, "block_tokens", at_least=1)
         _require(bool(self.planes), "planes", "is empty: a cache has at least one plane")
         names = [plane.name for plane in self.planes]
+        _require(all(isinstance(name, str) for name in names), "planes", f"has names that are no text: {names}")
         _require(len(set(names)) == len(names), "planes", f"has a name twice: {', '.join(names)}")
         final = self._final_place()
         for plane in self.planes:
             where = f"plane {plane.name}"
             _require(bool(plane.components), where, "has no components")
             _require_natural(plane.blocks, f"{where}, blocks", at_least=1)
-            places = [
-                _place(c, plane.blocks, self.block_tokens, f"{where}, component {index}")
-                for index, c in enumerate(plane.components)
-            ]
             # planes may share storage, as their tables tell them apart; what one table addresses may not (C3.2)
-            _require_disjoint([*places, *final], where)
+            shared = _overlap([*_places(plane, self.block_tokens), *final])
+            if shared:
+                _require(False, where, f"has bytes that belong twice: to {shared[0]} and to {shared[1]}")
 
     def _final_place(self) -> list[_Place]:
         for field in ("final_bytes", "final_region", "final_base", "final_stride", "final_slots"):
@@ -213,6 +212,7 @@ def _require_natural(value: object, field: str, at_least: int = 0) -> None:
     # a numpy integer computes like one but does not travel
     _require(type(value) is int, field, f"is {value!r}: a plain integer is needed")
     _require(value >= at_least, field, f"is {value}: at least {at_least} is needed")  # type: ignore[operator]
+    _require(value < 2**63, field, f"is {value}: sizes and offsets fit 64 bits")  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +236,22 @@ class _Place:
         return self.base + (self.count - 1) * self.stride + self.extent
 
 
+def _places(plane: Plane, block_tokens: int) -> list[_Place]:
+    """Where a plane's components lie, checked."""
+    return [
+        _place(c, plane.blocks, block_tokens, f"plane {plane.name}, component {index}")
+        for index, c in enumerate(plane.components)
+    ]
+
+
 def _place(c: Component, blocks: int, block_tokens: int, at: str) -> _Place:
     for field in ("region", "base"):
         _require_natural(getattr(c, field), f"{at}, {field}")
     for field in ("block_stride", "token_bytes"):
         _require_natural(getattr(c, field), f"{at}, {field}", at_least=1)
+    # a dtype of some library or a numpy bool would not travel
+    _require(type(c.dtype) is str, f"{at}, dtype", f"is {c.dtype!r}: text is needed")
+    _require(type(c.per_block) is bool, f"{at}, per_block", f"is {c.per_block!r}: True or False is needed")
     extent = c.token_bytes * (1 if c.per_block else block_tokens)
     _require(
         c.block_stride >= extent, f"{at}, block_stride",
@@ -249,8 +260,8 @@ def _place(c: Component, blocks: int, block_tokens: int, at: str) -> _Place:
     return _Place(c.region, c.base, c.block_stride, extent, blocks, at).checked()
 
 
-def _require_disjoint(places: Sequence[_Place], where: str) -> None:
-    """No byte belongs to two of them, in whichever blocks.  Strides that do not fit together count as a conflict."""
+def _overlap(places: Sequence[_Place]) -> tuple[str, str] | None:
+    """The names of two that may share a byte, in whichever blocks.  Strides that do not fit together count as that."""
     ordered = sorted(places, key=lambda place: (place.region, place.base))
     region, base, stride, extent, end = np.array(
         [(p.region, p.base, p.stride, p.extent, p.end) for p in ordered], dtype=np.int64
@@ -268,8 +279,8 @@ def _require_disjoint(places: Sequence[_Place], where: str) -> None:
         bad = (behind < extent[i]) | (behind > period - extent[j])
         if bad.any():
             first = int(np.argmax(bad))
-            one, other = ordered[i[first]].name, ordered[j[first]].name
-            _require(False, where, f"has bytes that belong twice: to {one} and to {other}")
+            return ordered[i[first]].name, ordered[j[first]].name
+    return None
 
 
 def ready_range(sent: int, computed: int, block_tokens: int, last: bool) -> tuple[int, int]:
@@ -307,6 +318,7 @@ class KVMap:
             [[[plane.blocks] for plane in side.planes] for side in (source, destination)], np.uint64
         )
         self._has_per_block = any(c.per_block for plane in source.planes for c in plane.components)
+        self._pools, self._entangled = _shared_storage(destination)
 
     def plan(
         self, source_tables: Sequence[Table], destination_tables: Sequence[Table], start: int, end: int
@@ -320,8 +332,9 @@ class KVMap:
         :func:`ready_range` has it).
 
         Raises :class:`~kvbaton.errors.SegmentError`, and plans nothing, for tables that are too short, block ids that
-        do not exist (C3.6), a destination block that is named twice (C3.2), or a range that starts inside a block whose
-        per-block values the destination would then hold for part of its tokens only.
+        do not exist (C3.6), a destination block that is named twice, in one plane or by planes that share storage
+        (C3.2), or a range that starts inside a block whose per-block values the destination would then hold for part of
+        its tokens only.
         """
         tokens = self.source.block_tokens
         if not 0 <= start <= end:
@@ -341,12 +354,22 @@ class KVMap:
                 " belong to all of its tokens: a valid prefix must end at a block edge here"
             )
         ids = self._ids((source_tables, destination_tables), first, last)
+        source, target = self._segments(ids, head, tail)
+        if self._entangled and not target.disjoint():
+            raise SegmentError(
+                "C3.2: the destination's planes share storage, and its tables give the same bytes to two of them"
+            )
+        return source, target
+
+    def _segments(self, ids: Offsets, head: int, tail: int) -> tuple[Segments, Segments]:
+        """Of the first block from token ``head`` on, of the last one until token ``tail`` (0: its end)."""
+        count, tokens = ids.shape[2], self.source.block_tokens
         if not head and not tail:
             return self._whole_blocks(ids)
-        if last - first == 1:
+        if count == 1:
             return coalesce(*self._members.of_tokens(ids[:, :, 0], head, tail or tokens))
         parts = []
-        low, high = (1 if head else 0), (last - first - (1 if tail else 0))
+        low, high = (1 if head else 0), (count - (1 if tail else 0))
         if head:
             parts.append(self._members.of_tokens(ids[:, :, 0], head, tokens))
         if high > low:
@@ -406,10 +429,32 @@ class KVMap:
             raise SegmentError(
                 f"C3.2: block {bad} is twice in the destination table of plane {name}", plane=name, block=bad
             )
+        for pool in self._pools:
+            ordered = np.sort(ids[1, pool], axis=None)
+            twice = ordered[1:] == ordered[:-1]
+            if twice.any():
+                bad = int(ordered[int(np.argmax(twice))])
+                names = ", ".join(self.source.planes[plane].name for plane in pool)
+                raise SegmentError(
+                    f"C3.2: block {bad} is twice in the destination tables of planes {names}, which share storage",
+                    block=bad,
+                )
         return ids
 
 
 _SIDES = ("source", "destination")
+
+
+def _shared_storage(geometry: KVGeometry) -> tuple[list[list[int]], bool]:
+    """Planes that lie in the same places, so that only their tables' block ids tell them apart; and whether storage is
+    shared in any other way."""
+    alike: dict[frozenset[tuple[int, int, int, int]], list[int]] = {}
+    places = [_places(plane, geometry.block_tokens) for plane in geometry.planes]
+    for index, of_plane in enumerate(places):
+        alike.setdefault(frozenset((p.region, p.base, p.stride, p.extent) for p in of_plane), []).append(index)
+    pools = list(alike.values())
+    entangled = _overlap([place for pool in pools for place in places[pool[0]]]) is not None
+    return [pool for pool in pools if len(pool) > 1], entangled
 
 
 class _Run(NamedTuple):
