@@ -182,12 +182,17 @@ def test_of_several_the_youngest_unleased_one_is_the_victim() -> None:
 
 
 def test_a_preempted_request_comes_back_before_those_that_arrived_later() -> None:
+    def waits(job: Job) -> bool:
+        return job.phase is Phase.WAITING
+
     bench = Bench(blocks=5, running=2)
-    first, second, third = bench.add(8, 6), bench.add(8, 6), bench.add(4, 1)
-    while second.phase is not Phase.WAITING or not second.generated:
+    first, second, third = bench.add(8, 12), bench.add(8, 6), bench.add(4, 1)
+    while not (waits(second) and second.generated):
         bench.step()
-    while second.phase is Phase.WAITING:
-        assert third.phase is Phase.WAITING
+    # Memory for the small one there is; it would be taken from under the one that came before.
+    assert bench.cache.available
+    while waits(second):
+        assert waits(third)
         bench.step()
     assert first.phase is Phase.PARKED
 
