@@ -7,13 +7,16 @@ measurement).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.identity import TransferId, WireTransferId
+
+#: What block ids, token counts and slots are when they come over the wire (C9.3): more would not fit a table.
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 #: One block table per plane: block ids, in token order.
 Tables = tuple[npt.NDArray[np.int64], ...]
@@ -28,9 +31,9 @@ class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     transfer: WireTransferId
-    tables: tuple[tuple[int, ...], ...]
-    valid: int
-    final_slot: int
+    tables: tuple[tuple[Natural, ...], ...]
+    valid: Natural
+    final_slot: Natural
 
     def arrays(self) -> Tables:
         """The tables as numpy arrays, for planning."""
