@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.connector import MAX_ENDPOINT_BYTES, Endpoint, RegionInfo
 from kvbaton.errors import GeometryError, GeometryMismatch, SegmentError
 from kvbaton.geometry import Component, KVGeometry, KVMap, Plane, ready_range
+from kvbaton.identity import PeerId
 
 BLOCK = 4
 
@@ -61,6 +63,15 @@ class TestConstruction:
             pytest.param(lambda: of(component(block_stride=15)), "component 0, block_stride", id="blocks overlap"),
             pytest.param(lambda: of(component(region=2**31)), "component 0", id="region beyond 32 bits"),
             pytest.param(lambda: of(component(base=2**63 - 8)), "component 0", id="end beyond 64 bits"),
+            pytest.param(lambda: of(component(block_stride=2**63)), "component 0, block_stride", id="stride too large"),
+            pytest.param(lambda: geometry(block_tokens=2**63), "block_tokens", id="block_tokens too large"),
+            pytest.param(lambda: of(component(dtype=np.float16)), "component 0, dtype", id="dtype is no text"),
+            pytest.param(lambda: of(component(per_block=np.True_)), "component 0, per_block", id="numpy bool"),
+            pytest.param(lambda: geometry(planes=(plane(name=3),)), "planes", id="name is no text"),
+            pytest.param(
+                lambda: geometry(final_bytes=0, final_stride=2**63), "final_stride", id="final stride too large"
+            ),
+            pytest.param(lambda: geometry(final_region=2**31), "the final slots", id="final region beyond 32 bits"),
             pytest.param(lambda: geometry(final_bytes=-1), "final_bytes", id="negative final"),
             pytest.param(lambda: geometry(final_slots=0), "final_slots", id="no slot"),
             pytest.param(lambda: geometry(final_stride=15), "final_stride", id="slots overlap"),
@@ -176,7 +187,8 @@ class TestAgreement:
         with pytest.raises(GeometryMismatch, match=r"C3\.5") as caught:
             geometry().require_compatible(theirs, "prefill-0", "decode-1")
         assert (caught.value.field, (caught.value.ours, caught.value.theirs)) == (field, values)
-        assert "prefill-0 and decode-1" in str(caught.value)
+        for part in ("prefill-0 and decode-1", field, *map(str, values)):
+            assert part in str(caught.value)
         with pytest.raises(GeometryMismatch):
             KVMap(geometry(), theirs)
 
@@ -202,6 +214,10 @@ class TestWire:
         g = geometry(planes=tuple(plane(*components, name=f"depth{p}") for p in range(4)), final_region=1000)
         assert len(g.encode()) < 16 << 10
         assert KVGeometry.decode(g.encode()) == g
+        regions = tuple(RegionInfo(r, "cuda", 1 << 40) for r in range(97))
+        endpoint = Endpoint("nixl", "1.0", PeerId.start("prefill-0"), regions, g.encode(), bytes(8 << 10))
+        assert len(endpoint.encode()) < MAX_ENDPOINT_BYTES // 2
+        assert KVGeometry.decode(Endpoint.decode(endpoint.encode()).geometry) == g
 
     @pytest.mark.clause("C9.3")
     @given(st.integers(0, 200), st.integers(0, 255), st.booleans())
@@ -216,6 +232,32 @@ class TestWire:
         assert KVGeometry.decode(decoded.encode()) == decoded
 
     @pytest.mark.clause("C9.3")
+    @given(st.data())
+    def test_any_numbers_in_its_place_give_a_geometry_or_an_error(self, data):
+        """Every number off the wire may be the smallest, the largest or anything between."""
+        number = st.one_of(st.sampled_from([0, 1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1]), st.integers(0, 80))
+        draw = data.draw
+        components = [
+            [draw(number), draw(number), draw(number), draw(number), "f", draw(st.booleans())]
+            for _ in range(draw(st.integers(0, 2)))
+        ]
+        wire = [{}, draw(number), [["kv", components, draw(number)]], *(draw(number) for _ in range(5))]
+        try:
+            decoded = KVGeometry.decode(msgspec.msgpack.encode(wire))
+        except GeometryError:
+            return
+        assert KVGeometry.decode(decoded.encode()) == decoded
+        KVMap(decoded, decoded)
+
+    @pytest.mark.clause("C9.3")
+    @given(st.binary(max_size=60))
+    def test_any_bytes_give_a_geometry_or_an_error(self, data):
+        try:
+            KVGeometry.decode(data)
+        except GeometryError:
+            return
+
+    @pytest.mark.clause("C9.3")
     @pytest.mark.parametrize(
         "wire",
         [
@@ -226,6 +268,9 @@ class TestWire:
             pytest.param([{}, 0, [["kv", [[0, 0, 64, 4]], 8]], 0, 0, 0, 0, 0], id="no tokens"),
             pytest.param([{}, 4, [["kv", [[0, 2**64 - 1, 64, 4]], 8]], 0, 0, 0, 0, 0], id="beyond 64 bits"),
             pytest.param([{}, 4, [["kv", [[0, 0, 64, 4]], 2**63]], 0, 0, 0, 0, 0], id="too many blocks"),
+            pytest.param([{}, 4, [["kv", [[0, 0, 2**64 - 1, 4]], 1]], 0, 0, 0, 0, 0], id="stride beyond 64 bits"),
+            pytest.param([{}, 2**63, [["kv", [[0, 0, 64, 4, "", True]], 1]], 0, 0, 0, 0, 0], id="huge block"),
+            pytest.param([{"a": 1}, 4, [["kv", [[0, 0, 64, 4]], 8]], 0, 0, 0, 0, 0], id="identity is no text"),
             pytest.param([{}, 4, [["kv", [[0, 0, 64, 4], [0, 8, 64, 4]], 8]], 0, 0, 0, 0, 0], id="overlap"),
         ],
     )
