@@ -15,7 +15,7 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, cast
@@ -138,7 +138,7 @@ class PDRuntime:
 
     async def generate(
         self, request: Request, request_id: str | None = None, *, deadline: float | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Add a request and iterate over its outputs; leaving the iterator early aborts it."""
         events = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()

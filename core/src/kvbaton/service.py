@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvbaton import messages
-from kvbaton.connector import ConnectorPlugin
+from kvbaton.connector import ConnectorPlugin, Reach
 from kvbaton.control import ChannelLost, CoordinatorChannels, Received
 from kvbaton.engine import Request, Role
 from kvbaton.errors import (
@@ -149,7 +149,7 @@ class Service:
         progress(
             f"transport {placement.plugin.name}, stages as {'threads' if placement.launch == 'inproc' else 'processes'}"
         )
-        specs = _specs(settings, placement.need.reach)
+        specs = _specs(settings, placement.need.reach, connector)
 
         def connect() -> tuple[CoordinatorChannels, Launcher]:
             if placement.launch == "inproc":
@@ -610,7 +610,7 @@ class Service:
         }  # fmt: skip
 
 
-def _specs(settings: Settings, reach: Any) -> list[StageSpec]:
+def _specs(settings: Settings, reach: Reach, connector: ConnectorPlugin | None) -> list[StageSpec]:
     """Prefill stages first, as ``stages.devices`` counts them."""
     names = [(Role.PREFILL, i) for i in range(settings.stages.prefill)]
     names += [(Role.DECODE, i) for i in range(settings.stages.decode)]
@@ -618,7 +618,7 @@ def _specs(settings: Settings, reach: Any) -> list[StageSpec]:
     return [
         StageSpec(
             name=f"{role.value}-{i}", role=role.value, index=i, entry=ENTRY,
-            settings=stage_settings(settings, device, reach),
+            settings=stage_settings(settings, device, reach, connector),
         )
         for (role, i), device in zip(names, devices, strict=True)
     ]  # fmt: skip

@@ -32,9 +32,21 @@ _log = logging.getLogger(__name__)
 ENTRY = "kvbaton.stage.worker:main"
 
 
-def stage_settings(settings: Settings, device: int | None, reach: Reach) -> Mapping[str, Any]:
-    """What :func:`main` wants in ``StageSpec.settings``."""
-    return {"settings": settings.model_dump(mode="json"), "device": device, "reach": reach}
+#: Connector plugins that were given as objects, for stages that are threads of this process.
+_given: dict[str, ConnectorPlugin] = {}
+
+
+def stage_settings(
+    settings: Settings, device: int | None, reach: Reach, connector: ConnectorPlugin | None = None
+) -> Mapping[str, Any]:
+    """What :func:`main` wants in ``StageSpec.settings``.
+
+    ``connector`` takes the place of ``transport.name``, in stages of this process only: an object does not travel.
+    """
+    key = "" if connector is None else str(id(connector))
+    if connector is not None:
+        _given[key] = connector
+    return {"settings": settings.model_dump(mode="json"), "device": device, "reach": reach, "connector": key}
 
 
 def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
@@ -49,7 +61,11 @@ def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
     kind: MemoryKind = "host" if device is None else "cuda"
     try:
         engine_plugin, engine_options = choose_engine(settings.engine)
-        connector_plugin, connector_options = choose_connector(settings.transport, Need(kind, spec.settings["reach"]))
+        connector_plugin, connector_options = choose_connector(
+            _given.get(spec.settings["connector"], settings.transport),
+            Need(kind, spec.settings["reach"]),
+            settings.transport.options,
+        )
         engine = engine_plugin.open(settings.model, engine_options, Role(spec.role), device)
     except KvbatonError as error:
         _refuse(spec, channel, error)

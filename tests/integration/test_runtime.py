@@ -1,0 +1,325 @@
+"""The library's face: adding, stepping, streaming, iterating, aborting, draining, closing, and every refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings, hookimpl, load
+from kvbaton.errors import (
+    DuplicateRequest,
+    GeometryError,
+    LocalProtocolError,
+    ModelNotFound,
+    PluginUnavailable,
+    PromptTooLong,
+    RequestCancelled,
+    RequestRefused,
+    RuntimeClosed,
+    StartupError,
+    TransferFailed,
+)
+from kvbaton_conformance.scripted import ScriptedEngine
+from kvbaton_conformance.scripted_plugin import ScriptedOptions, plugin, scripted_model
+from kvbaton_loopback import plugin as loopback
+
+MODEL = scripted_model("scripted:7", ScriptedOptions())
+SHORT = Request(tuple(range(20)), SamplingParams(max_tokens=4))
+#: Never ends by itself within a test.
+LONG = Request(tuple(range(100, 130)), SamplingParams(max_tokens=500))
+
+
+def settings(**more: object) -> Settings:
+    base: Mapping[str, object] = {
+        "model": "scripted:7",
+        "engine.name": "kvbaton_conformance.scripted_plugin:plugin",
+        "transport.name": "loopback",
+    }
+    return load(overrides={**base, **{key.replace("__", "."): value for key, value in more.items()}})[0]
+
+
+@pytest.fixture
+def runtime() -> Iterator[PDRuntime]:
+    with PDRuntime.start(settings()) as running:
+        yield running
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "the condition did not come true"
+        threading.Event().wait(0.002)
+
+
+@pytest.fixture
+def slow_decode(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Decode steps wait for the event, so that a request is live for as long as a test wants."""
+    gate = threading.Event()
+    step = ScriptedEngine._decode_step
+    monkeypatch.setattr(ScriptedEngine, "_decode_step", lambda self: step(self) if gate.wait(20) else [])
+    yield gate
+    gate.set()
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("A1")
+def test_a_stream_ends_with_the_record(runtime: PDRuntime) -> None:
+    outputs = list(runtime.stream(runtime.add_request(SHORT, "a")))
+    tokens, depths, _ = MODEL.generate(SHORT)
+    assert tuple(token for output in outputs for token in output.token_ids) == tokens
+    record = outputs[-1].record
+    assert isinstance(record, RequestRecord)
+    assert (record.token_ids, record.exit_depths, record.finish_reason) == (tokens, depths, "length")
+    assert record.chunks >= 1
+    assert record.bytes == 20 * sum(MODEL.token_bytes) + MODEL.final_bytes
+    assert list(record.milestones) == sorted(record.milestones, key=lambda name: record.milestones[name])
+    assert {"placed", "reserved", "committed", "received", "imported", "activated", "finished"} <= set(
+        record.milestones
+    )
+
+
+def test_a_stream_that_begins_after_the_end_still_has_everything(runtime: PDRuntime) -> None:
+    key = runtime.add_request(SHORT)
+    until(lambda: key not in runtime._live)
+    assert [output.finished for output in runtime.stream(key)][-1]
+    with pytest.raises(LocalProtocolError, match="unknown, or its end was taken"):
+        runtime.stream(key)
+
+
+def test_a_request_has_one_reader(runtime: PDRuntime, slow_decode: threading.Event) -> None:
+    key = runtime.add_request(SHORT)
+    first = runtime.stream(key)
+    with pytest.raises(LocalProtocolError, match="streamed already"):
+        runtime.stream(key)
+    slow_decode.set()
+    assert list(first)[-1].finished
+    assert runtime.step() == []
+
+
+def test_async_iteration(runtime: PDRuntime) -> None:
+    async def both() -> list[tuple[int, ...]]:
+        async def one(request: Request) -> tuple[int, ...]:
+            return tuple([token async for output in runtime.generate(request) for token in output.token_ids])
+
+        return list(await asyncio.gather(one(SHORT), one(Request((1, 2, 3)))))
+
+    assert asyncio.run(both()) == [MODEL.generate(SHORT)[0], MODEL.generate(Request((1, 2, 3)))[0]]
+
+
+@pytest.mark.clause("C2.5")
+def test_leaving_an_async_iterator_aborts(runtime: PDRuntime) -> None:
+    async def leave() -> None:
+        outputs = runtime.generate(LONG, "left")
+        async for _ in outputs:
+            break
+        await outputs.aclose()
+
+    asyncio.run(leave())
+    until(lambda: runtime.statistics()["coordinator"]["transfers"] == 0)
+
+
+# -- endings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("C1.1")
+def test_a_live_id_is_refused_and_free_after_the_end(runtime: PDRuntime, slow_decode: threading.Event) -> None:
+    runtime.add_request(SHORT, "same")
+    with pytest.raises(DuplicateRequest, match="same"):
+        runtime.add_request(SHORT, "same")
+    slow_decode.set()
+    assert list(runtime.stream("same"))[-1].finish_reason == "length"
+    runtime.add_request(SHORT, "same")
+    assert list(runtime.stream("same"))[-1].finish_reason == "length"
+
+
+def test_abort(runtime: PDRuntime) -> None:
+    stream = runtime.stream(runtime.add_request(LONG, "gone"))
+    next(stream)
+    runtime.abort("gone")
+    end = list(stream)[-1]
+    assert (end.finish_reason, type(end.error)) == ("cancelled", RequestCancelled)
+    runtime.abort("gone")
+    runtime.abort("never was")
+
+
+@pytest.mark.clause("C6.7")
+def test_a_requests_own_deadline_fails_it(runtime: PDRuntime, slow_decode: threading.Event) -> None:
+    end = list(runtime.stream(runtime.add_request(SHORT, deadline=0.05)))[-1]
+    assert end.finish_reason == "failed"
+    assert isinstance(end.error, TransferFailed)
+    assert "deadline" in str(end.error)
+    slow_decode.set()
+
+
+def test_closing_cancels_what_is_live() -> None:
+    runtime = PDRuntime.start(settings())
+    stream = runtime.stream(runtime.add_request(LONG))
+    next(stream)
+    runtime.close()
+    assert list(stream)[-1].finish_reason == "cancelled"
+    runtime.close()
+    with pytest.raises(RuntimeClosed):
+        runtime.add_request(SHORT)
+    with pytest.raises(RuntimeClosed):
+        runtime.statistics()
+    runtime.abort("anything")
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_at_once(runtime: PDRuntime) -> None:
+    with pytest.raises(PromptTooLong, match="1501 tokens"):
+        runtime.add_request(Request(tuple(range(1000)), SamplingParams(max_tokens=501)))
+    with pytest.raises(RequestRefused, match="empty"):
+        runtime.add_request(Request(()))
+
+
+@pytest.mark.clause("C2.6")
+def test_more_than_may_wait_are_refused(slow_decode: threading.Event) -> None:
+    with PDRuntime.start(settings(limits__waiting=2, engine__options={"transfer_slots": 1})) as runtime:
+        keys = [runtime.add_request(SHORT) for _ in range(3)]
+        with pytest.raises(RequestRefused, match=r"limits\.waiting"):
+            runtime.add_request(SHORT)
+        slow_decode.set()
+        assert [list(runtime.stream(key))[-1].finish_reason for key in keys] == ["length"] * 3
+
+
+def test_start_refuses_before_anything_runs() -> None:
+    before = threading.active_count()
+    with pytest.raises(ModelNotFound):
+        PDRuntime.start(settings(model="nothing"))
+    with pytest.raises(PluginUnavailable, match="only within one process"):
+        PDRuntime.start(settings(stages__launch="process"))
+    assert threading.active_count() == before
+
+
+@pytest.mark.clause("C6.2", "C6.3")
+def test_a_stage_that_cannot_start_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_engine = plugin.open
+
+    def refuse(model: str, options: Any, role: Any, device: int | None) -> ScriptedEngine:
+        if role.value == "decode":
+            raise GeometryError("the cache does not fit this device; give it fewer blocks", field="blocks")
+        return open_engine(model, options, role, device)
+
+    monkeypatch.setattr(plugin, "open", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(StartupError, match="decode-0: the cache does not fit this device; give it fewer blocks"):
+        PDRuntime.start(settings())
+    assert not [thread for thread in set(threading.enumerate()) - before if "kvbaton" in thread.name]
+
+
+@pytest.mark.clause("C6.7")
+def test_start_up_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    open_engine = plugin.open
+
+    def hang(*arguments: Any) -> ScriptedEngine:
+        gate.wait(20)
+        return open_engine(*arguments)
+
+    monkeypatch.setattr(plugin, "open", hang)
+    release = threading.Timer(1.0, gate.set)
+    release.start()
+    with pytest.raises(StartupError, match=r"prefill-0, decode-0 did not report within deadline\.startup of 0\.2 s"):
+        PDRuntime.start(settings(deadline__startup=0.2))
+    release.join()
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_drain_waits_for_what_runs(slow_decode: threading.Event) -> None:
+    with PDRuntime.start(settings(stages__decode=2)) as runtime:
+        first = runtime.add_request(SHORT)
+        until(lambda: runtime.statistics()["coordinator"]["transfers"] == 1)
+        busy = next(
+            name
+            for name, book in runtime.statistics()["coordinator"]["credits"].items()
+            if name.startswith("decode") and book["transfers"]
+        )
+        assert not runtime.drain(busy, timeout=0.05)
+        slow_decode.set()
+        assert runtime.drain(busy, timeout=20)
+        records = [list(runtime.stream(runtime.add_request(SHORT)))[-1].record for _ in range(4)]
+        assert busy not in {record.decode for record in records if record}
+        assert list(runtime.stream(first))[-1].finish_reason == "length"
+        with pytest.raises(LocalProtocolError, match="there is no stage 'decode-9'"):
+            runtime.drain("decode-9")
+
+
+@pytest.mark.clause("C9.2")
+def test_statistics_report_a_stage_that_does_not_answer(slow_decode: threading.Event) -> None:
+    with PDRuntime.start(settings(deadline__control=0.3)) as runtime:
+        runtime.add_request(SHORT)
+        # the engine thread answers between steps, and its step now hangs
+        until(lambda: "error" in runtime.statistics()["decode-0"])
+        books = runtime.statistics()
+        assert "no reply within deadline.control" in books["decode-0"]["error"]
+        assert books["prefill-0"]["engine"]["blocks_total"] == 256
+        slow_decode.set()
+
+
+def test_observers_hear_of_every_request_and_milestone() -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.added: list[str] = []
+            self.milestones: list[str] = []
+            self.records: list[RequestRecord] = []
+            self.up: list[str] = []
+
+        @hookimpl
+        def kvbaton_request_added(self, request: str) -> None:
+            self.added.append(request)
+
+        @hookimpl
+        def kvbaton_milestone(self, milestone: str) -> None:
+            self.milestones.append(milestone)
+
+        @hookimpl
+        def kvbaton_request_finished(self, record: RequestRecord) -> None:
+            self.records.append(record)
+
+        @hookimpl
+        def kvbaton_peer_up(self, peer: Any) -> None:
+            self.up.append(peer.name)
+
+    observer = Observer()
+    with PDRuntime.start(settings(), hooks=[observer]) as runtime:
+        list(runtime.stream(runtime.add_request(SHORT, "seen")))
+        until(lambda: "destination_retired" in observer.milestones)
+    assert (observer.added, sorted(observer.up)) == (["seen"], ["decode-0", "prefill-0"])
+    assert observer.records[0].request_id == "seen"
+    assert observer.milestones.index("reserved") < observer.milestones.index("committed")
+
+
+def test_a_policy_chooses_the_pair() -> None:
+    class Last:
+        @hookimpl
+        def kvbaton_choose_pair(self, prefill: Any, decode: Any) -> tuple[str, str]:
+            return max(p.name for p in prefill), max(d.name for d in decode)
+
+    with PDRuntime.start(settings(stages__prefill=2, stages__decode=2), hooks=[Last()]) as runtime:
+        records = [list(runtime.stream(runtime.add_request(SHORT)))[-1].record for _ in range(3)]
+    assert {(record.prefill, record.decode) for record in records if record} == {("prefill-1", "decode-1")}
+
+
+def test_a_connector_instance_takes_the_place_of_a_name() -> None:
+    opened = []
+
+    class Mine(type(loopback)):  # type: ignore[misc]
+        def open(self, options: Any, context: Any) -> Any:
+            opened.append(context.peer.name)
+            return super().open(options, context)
+
+    with PDRuntime.start(settings(), connector=Mine()) as runtime:
+        assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+    assert sorted(opened) == ["decode-0", "prefill-0"]
