@@ -7,7 +7,7 @@ was read; the destination counts how often each was written.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,9 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.connector import Chunk
+from kvbaton.engine import ComputedRange
 from kvbaton.errors import SegmentError
 from kvbaton.geometry import Component, KVGeometry, KVMap, Plane, ready_range
+from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.reservation import Reservation
 from kvbaton.segments import Segments, coalesce, split
+from kvbaton.stage.planner import ChunkLimits, ChunkPlanner
 
 Byte = tuple[int, int]
 Shape = list[list[tuple[int, bool]]]  # [plane][component] -> (token_bytes, per_block)
@@ -147,6 +152,9 @@ class Memory:
         for plane in geometry.planes:
             for c in plane.components:
                 ends[c.region] = max(ends.get(c.region, 0), c.base + plane.blocks * c.block_stride + 8)
+        if geometry.final_bytes:
+            end = geometry.final_base + geometry.final_slots * geometry.final_stride + 8
+            ends[geometry.final_region] = max(ends.get(geometry.final_region, 0), end)
         self.regions: dict[int, np.ndarray] = {}
         for region, size in sorted(ends.items()):
             self.regions[region] = first + step * np.arange(size, dtype=np.int64)
@@ -157,8 +165,20 @@ class Memory:
         return {region: len(memory) for region, memory in self.regions.items()}
 
 
-def check(case: Case, plans: list[Pair], start: int, end: int) -> None:
-    """The plans together move each byte of ``[start, end)`` once, to its place, and touch nothing else."""
+def final_oracle(case: Case, slots: tuple[int, int]) -> dict[Byte, Byte]:
+    s, d = case.source, case.destination
+    return {
+        (d.final_region, d.final_base + slots[1] * d.final_stride + i): (
+            s.final_region,
+            s.final_base + slots[0] * s.final_stride + i,
+        )
+        for i in range(s.final_bytes)
+    }
+
+
+def check(case: Case, plans: list[Pair], start: int, end: int, final: tuple[int, int] | None = None) -> None:
+    """The plans together move each byte of ``[start, end)``, and the payload of ``final`` slots, once, to its place, and
+    touch nothing else."""
     source, destination = Memory(case.source, 1, 1), Memory(case.destination, -1, 0)
     written: Counter[Byte] = Counter()
     for reads, writes in plans:
@@ -168,7 +188,7 @@ def check(case: Case, plans: list[Pair], start: int, end: int) -> None:
         for (r, o, n), (tr, to, _) in zip(reads.triples(), writes.triples(), strict=True):
             destination.regions[tr][to : to + n] = source.regions[r][o : o + n]
             written.update((tr, to + i) for i in range(n))
-    goes = oracle(case, start, end)
+    goes = oracle(case, start, end) | (final_oracle(case, final) if final else {})
     assert set(written) == set(goes), "C3.1: bytes that should not be, or should"
     assert set(written.values()) <= {1}, "C3.2: a byte written twice"
     for (region, at), (from_region, from_at) in goes.items():
@@ -230,6 +250,78 @@ def test_ranges_as_an_engine_reports_them_in_chunks_under_limits(data):
     for source, _ in chunks:
         assert source.nbytes <= max_bytes
         assert len(source) <= max_segments
+
+
+@st.composite
+def with_final_payload(draw: st.DrawFn, geometry: KVGeometry, nbytes: int) -> KVGeometry:
+    """Slots in a region of their own, or right behind the cache."""
+    used: dict[int, int] = {}
+    for plane in geometry.planes:
+        for c in plane.components:
+            used[c.region] = max(used.get(c.region, 0), c.base + plane.blocks * c.block_stride)
+    region = draw(st.sampled_from([max(used), max(used) + 1]))
+    gap = st.sampled_from([0, 0, 3])
+    return replace(
+        geometry,
+        final_bytes=nbytes,
+        final_region=region,
+        final_base=used.get(region, 0) + draw(gap),
+        final_stride=nbytes + draw(gap),
+        final_slots=draw(st.integers(1, 3)),
+    )
+
+
+@pytest.mark.clause("C3.1", "C3.2", "C3.3", "C3.4", "C3.6")
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_stage_plans_a_whole_transfer(data):
+    """What an engine reports, in the chunks that a connector gets: KV that D lacks, then the final payload, once."""
+    draw = data.draw
+    case = draw(cases())
+    payload = draw(st.sampled_from([0, 1, 6, 50]))
+    case.source = draw(with_final_payload(case.source, payload))
+    case.destination = draw(with_final_payload(case.destination, payload))
+    block = case.source.block_tokens
+    grain = block if case.per_block else 1
+    # a prefix may end inside a block, at the end of the prompt, or (an engine's whim) behind it
+    valid = draw(st.integers(0, case.tokens // grain + 2)) * grain
+    alignment = draw(st.sampled_from([1, 1, 2]))
+    limits = ChunkLimits(draw(st.integers(alignment, 60)), draw(st.integers(1, 6)), alignment)
+    slots = (
+        draw(st.integers(0, max(case.source.final_slots - 1, 0))),
+        draw(st.integers(0, max(case.destination.final_slots - 1, 0))),
+    )
+    # each report tells the end of what is computed by now; the last one may tell nothing new
+    ends = [*sorted(draw(st.lists(st.integers(0, case.tokens), max_size=5))), case.tokens]
+    peer, transfer = PeerId("decode-0", 3), new_transfer_id()
+    planner = ChunkPlanner(case.source, limits)
+    planner.peer_up(peer, case.destination)
+    tables = tuple(tuple(table.tolist()) for table in case.destination_tables)
+    planner.begin(transfer, peer, Reservation(transfer, tables, valid, slots[1]))
+
+    chunks: list[Chunk] = []
+    for start, end in pairwise([0, *ends[:-1]]):
+        chunks += planner.plan(ComputedRange(transfer, start, end, known(case, end), None, last=False))
+    before_last = len(chunks)
+    start = [0, *ends][-2]
+    last_range = ComputedRange(transfer, start, case.tokens, known(case, case.tokens), None, True, slots[0])
+    chunks += planner.plan(last_range)
+
+    pairs = [(chunk.source, chunk.target) for chunk in chunks]
+    check(case, pairs, min(valid, case.tokens), case.tokens, slots)
+    assert [chunk.sequence for chunk in chunks] == list(range(len(chunks)))
+    assert len(chunks) > before_last, "C3.4: the last range always has a chunk"
+    for chunk in chunks:
+        assert (chunk.transfer, chunk.peer) == (transfer, peer)
+        assert chunk.nbytes == chunk.source.nbytes <= limits.max_bytes
+        assert len(chunk.source) <= limits.max_segments
+    assert planner.totals(transfer) == (sum(len(s) for s, _ in pairs), sum(s.nbytes for s, _ in pairs))
+    assert planner.plan(last_range) == []
+
+
+def known(case: Case, end: int) -> tuple[np.ndarray, ...]:
+    """P's tables when ``end`` tokens are computed: blocks to come are not in them yet."""
+    return tuple(table[: case.source.blocks_for(end)] for table in case.source_tables)
 
 
 @pytest.mark.clause("C3.2")
@@ -329,6 +421,14 @@ def test_components_merge_across_the_edge_of_two_tensors():
     assert whole.triples() == [(0, 0, 4 * size)]
 
 
+@pytest.mark.clause("C3.2")
+def test_components_that_touch_in_the_first_block_only_stay_apart():
+    plane = Plane("kv", (Component(0, 0, 16, 1), Component(0, 4, 32, 1)), 4)
+    g = KVGeometry({}, TOKENS, (plane,), 0)
+    whole, _ = KVMap(g, g).plan([np.array([1])], [np.array([1])], 0, 4)
+    assert sorted(whole.triples()) == [(0, 16, 4), (0, 36, 4)]
+
+
 def test_a_per_block_value_beside_its_block_costs_no_segment():
     stride = TOKENS * SIZE + 2
     plane = Plane("kv", (Component(0, 0, stride, SIZE), Component(0, TOKENS * SIZE, stride, 2, "scale", True)), 8)
@@ -395,3 +495,100 @@ def test_a_range_that_would_tear_a_per_block_value_is_refused():
     assert KVMap(g, g).plan(table, table, 4, 6)[0].triples() == [(0, 32, 8), (1, 4, 2)]
     with pytest.raises(SegmentError, match="must end at a block edge"):
         KVMap(g, g).plan(table, table, 2, 8)
+
+
+# -- the planner's books -----------------------------------------------------------------------------------------------
+
+DECODE = PeerId("decode-0", 1)
+LIMITS = ChunkLimits(1 << 20, 1 << 10)
+
+
+def planning(final_bytes: int = 8) -> tuple[ChunkPlanner, KVGeometry]:
+    g = replace(block_major(), final_bytes=final_bytes, final_region=1, final_stride=final_bytes, final_slots=4)
+    planner = ChunkPlanner(g, LIMITS)
+    planner.peer_up(DECODE, g)
+    return planner, g
+
+
+def reported(transfer: str, end: int, *, last: bool = False, slot: int = 0) -> ComputedRange:
+    return ComputedRange(transfer, 0, end, (SCATTERED,), None, last, slot)
+
+
+@pytest.mark.clause("C3.4")
+@pytest.mark.parametrize(("final_bytes", "expected"), [(8, [(1, 16, 8)]), (0, [])])
+def test_a_prompt_that_the_destination_holds_still_gives_one_chunk(final_bytes, expected):
+    planner, _ = planning(final_bytes)
+    transfer = new_transfer_id()
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 16, 3))
+    assert planner.plan(reported(transfer, 13)) == []
+    (chunk,) = planner.plan(reported(transfer, 16, last=True, slot=2))
+    assert (chunk.sequence, chunk.source.triples(), chunk.nbytes) == (0, expected, final_bytes)
+    assert chunk.target.triples() == [(1, 24, 8)][: len(expected)]
+
+
+@pytest.mark.clause("C3.3")
+def test_an_unfinished_block_waits_and_what_only_the_source_had_cached_goes():
+    planner, _ = planning()
+    transfer = new_transfer_id()
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 4, 0))
+    # P found 8 tokens in its cache and computed 3 more: [4, 8) is new to D, [8, 11) waits
+    (first,) = planner.plan(reported(transfer, 11))
+    block = LAYERS * TOKENS * SIZE
+    assert first.source.triples() == [(0, 4 * block, block)]
+    assert planner.plan(reported(transfer, 11)) == []
+    (second,) = planner.plan(reported(transfer, 11, last=True))
+    assert second.source.triples()[:-1] == [(0, 20 * block + i * TOKENS * SIZE, 3 * SIZE) for i in range(LAYERS)]
+    assert (first.sequence, second.sequence) == (0, 1)
+
+
+@pytest.mark.clause("C1.2")
+def test_transfers_are_planned_apart_and_nothing_of_an_unknown_one():
+    planner, _ = planning()
+    one, other, stranger = (new_transfer_id() for _ in range(3))
+    planner.begin(one, DECODE, Reservation(one, ((5, 6, 7, 8),), 0, 0))
+    planner.begin(other, DECODE, Reservation(other, ((1, 2, 3, 4),), 8, 1))
+    chunks = [*planner.plan(reported(one, 8)), *planner.plan(reported(other, 16)), *planner.plan(reported(one, 16))]
+    assert [(c.transfer, c.sequence, c.nbytes) for c in chunks] == [(one, 0, 192), (other, 0, 192), (one, 1, 192)]
+    assert planner.plan(reported(stranger, 16)) == []
+    assert planner.totals(stranger) == (0, 0)
+    planner.forget(one)
+    planner.forget(stranger)
+    assert len(planner) == 1
+    assert planner.plan(reported(one, 16, last=True)) == []
+
+
+def test_a_peer_that_went_down_is_not_known_but_what_it_was_promised_is_still_planned():
+    planner, g = planning()
+    transfer = new_transfer_id()
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0))
+    assert planner.knows(DECODE)
+    planner.peer_down(DECODE)
+    planner.peer_down(DECODE)
+    assert not planner.knows(DECODE)
+    assert len(planner.plan(reported(transfer, 16))) == 1
+    with pytest.raises(KeyError):
+        planner.begin(new_transfer_id(), DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0))
+    planner.peer_up(DECODE, g)
+    assert planner.knows(DECODE)
+
+
+@pytest.mark.clause("C3.6")
+def test_a_plan_that_is_refused_leaves_the_books_as_they_were():
+    planner, _ = planning()
+    transfer = new_transfer_id()
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 99, 7, 8),), 0, 0))
+    with pytest.raises(SegmentError, match="block 99"):
+        planner.plan(reported(transfer, 8))
+    assert planner.totals(transfer) == (0, 0)
+    (chunk,) = planner.plan(reported(transfer, 4))
+    assert chunk.sequence == 0
+
+
+@pytest.mark.clause("C3.6")
+@pytest.mark.parametrize("slots", [(4, 0), (-1, 0), (0, 4)])
+def test_a_final_slot_that_does_not_exist_is_refused(slots):
+    planner, _ = planning()
+    transfer = new_transfer_id()
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, slots[1]))
+    with pytest.raises(SegmentError, match="final slot"):
+        planner.plan(reported(transfer, 4, last=True, slot=slots[0]))
