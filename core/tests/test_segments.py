@@ -268,6 +268,14 @@ class TestSplit:
                 assert not np.any(side.offset % alignment)
                 assert not np.any(side.length % alignment)
 
+    def test_only_what_is_too_long_is_cut(self):
+        """One that fits stays whole, though it is longer than the pieces that its neighbour is cut into."""
+        one = Segments.of([(0, 0, 16), (0, 100, 7)])
+        batches = split(one, one, 7, 10, alignment=4)
+        assert [source.triples() for source, _ in batches] == [
+            [(0, 0, 4)], [(0, 4, 4)], [(0, 8, 4)], [(0, 12, 4)], [(0, 100, 7)]
+        ]  # fmt: skip
+
     def test_no_segment_no_batch(self):
         assert split(Segments.empty(), Segments.empty(), 1, 1) == []
 
