@@ -12,11 +12,12 @@ Nothing here waits for something without a bound, and a bound that passes says w
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from kvbaton.connector import (
     Chunk,
@@ -34,6 +35,14 @@ from kvbaton.guard import Clock, GuardedConnector, GuardLimits, GuardProgress, P
 from kvbaton.identity import PeerId, TransferId, new_transfer_id
 from kvbaton.segments import Segments
 from kvbaton_conformance.inspector import ByteInspector, Image
+from kvbaton_conformance.scripted_connector import ManualClock
+from kvbaton_conformance.witness import Testimony, Witness
+
+if TYPE_CHECKING:
+    from kvbaton_conformance.two_process import RemoteGuard, RemoteMemory
+
+    Guard: TypeAlias = GuardedConnector | RemoteGuard
+    Memory: TypeAlias = ByteInspector | RemoteMemory
 
 #: Seconds that a condition may take to come true.  Far more than a healthy transport needs, far less than a test's
 #: own limit.
@@ -41,6 +50,9 @@ PATIENCE = 10.0
 
 #: Bytes of each region of an end, by id, unless a test asks for others.
 REGIONS: Mapping[int, int] = {0: 1 << 16, 1: 1 << 14}
+
+
+T = TypeVar("T")
 
 
 def segments(*rows: tuple[int, int, int]) -> Segments:
@@ -52,31 +64,93 @@ class ConditionNotReached(AssertionError):
     """A condition did not come true within its bound."""
 
 
-@dataclass(eq=False)
-class End:
-    """One stage's end: connector, guard, memory, and every event that ``pump`` has seen."""
+@dataclass(frozen=True)
+class Heard:
+    """What one pass at one end has brought."""
+
+    completions: tuple[Completion, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+    peers: tuple[PeerEvent, ...] = ()
+    faults: tuple[KvbatonError, ...] = ()
+    #: Receipts whose bytes were not there at that moment, in words.
+    broken: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.completions or self.receipts or self.peers or self.faults)
+
+
+class End(abc.ABC):
+    """One stage's end: guard, memory, and every event that ``pump`` has seen; here or in another process."""
 
     peer: PeerId
-    #: What the plugin opened.  Tests of a contract talk to ``guard``; this is for the kit's own controls.
-    connector: TransferConnector
-    guard: GuardedConnector
-    memory: ByteInspector
-    completions: list[Completion] = field(default_factory=list)
-    receipts: list[Receipt] = field(default_factory=list)
-    peers: list[PeerEvent] = field(default_factory=list)
-    faults: list[KvbatonError] = field(default_factory=list)
-    #: A test killed it: there is nothing left to close.
-    dead: bool = False
+    guard: Guard
+    memory: Memory
+
+    def __init__(self, peer: PeerId) -> None:
+        self.peer = peer
+        self.completions: list[Completion] = []
+        self.receipts: list[Receipt] = []
+        self.peers: list[PeerEvent] = []
+        self.faults: list[KvbatonError] = []
+        #: What was wrong at the moment of a receipt.
+        self.broken: list[str] = []
+        #: A test killed it: there is nothing left to close.
+        self.dead = False
+        #: A test stopped it: it answers nothing.
+        self.hung = False
+        #: A test expects what its transport reports as faults.
+        self.faults_expected = False
+
+    @abc.abstractmethod
+    def hear(self) -> Heard:
+        """One ``poll()``."""
+
+    @abc.abstractmethod
+    def expect(self, transfer: TransferId, sequence: int, writes: Segments, data: bytes) -> None:
+        """When the receipt of this chunk comes, ``data`` must be in ``writes`` (T3)."""
+
+    @abc.abstractmethod
+    def testimony(self) -> Testimony:
+        """What the plugin itself said and did, beneath the guard."""
+
+    @abc.abstractmethod
+    def advance(self, seconds: float) -> None:
+        """Let the guard's clock pass, where the end was opened with ``manual_clock``."""
+
+    @abc.abstractmethod
+    def apply(self, action: Callable[..., T], *arguments: Any) -> T:
+        """``action(end, *arguments)`` in the process of this end, with ``end`` as it is there.
+
+        ``action`` is a function of a module, so that it can be named to another process.
+        """
+
+    def calls(self, method: str) -> int:
+        """How often the guard has called a method of the plugin."""
+        return self.testimony().calls.get(method, 0)
+
+    def forget_events(self) -> None:
+        """Drop the lists of what was heard: a loop that looks for growth must not find its own."""
+        for heard in (self.completions, self.receipts, self.peers):
+            heard.clear()
 
     def pump(self) -> bool:
-        """One ``poll()``; whether anything happened."""
-        progress = self.guard.poll()
-        self.completions += progress.completions
-        self.receipts += progress.receipts
-        self.peers += progress.peers
-        if isinstance(progress, GuardProgress):
-            self.faults += progress.faults
-        return bool(progress)
+        """One ``poll()``; whether anything happened.  A dead or stopped end does nothing."""
+        if self.dead or self.hung:
+            return False
+        heard = self.hear()
+        self.completions += heard.completions
+        self.receipts += heard.receipts
+        self.peers += heard.peers
+        self.faults += heard.faults
+        self.broken += heard.broken
+        return bool(heard)
+
+    def problems(self) -> list[str]:
+        """What is wrong at this end whatever the test is about, each beginning with its clause."""
+        if self.dead or self.hung:
+            return list(self.broken)
+        problems = [*self.broken, *self.testimony().problems]
+        return problems + ([] if self.faults_expected else [str(fault) for fault in self.faults])
 
     def is_up(self, peer: PeerId) -> bool:
         return self.guard.peer_states().get(peer) is PeerState.UP
@@ -84,16 +158,82 @@ class End:
     def is_down(self, peer: PeerId) -> bool:
         return self.guard.peer_states().get(peer) in (PeerState.DOWN, None)
 
+    def told_down(self, peer: PeerId) -> bool:
+        """Whether this end has heard that ``peer`` is down."""
+        return any(event.peer == peer and not event.up for event in self.peers)
+
     def told_quiet(self, peer: PeerId) -> bool:
         """Whether this end has heard that ``peer`` is down and quiet."""
         return any(event.peer == peer and not event.up and event.quiet for event in self.peers)
 
     def __str__(self) -> str:
+        if self.dead or self.hung:
+            return f"{self.peer}: {'killed' if self.dead else 'stopped'} by the test"
         figures = {name: value for name, value in self.guard.statistics().items() if value}
         return (
             f"{self.peer}: {len(self.receipts)} receipts,"
-            f" completions {[(c.sequence, c.outcome.name) for c in self.completions]},"
+            f" completions {[(c.sequence, c.outcome.name) for c in self.completions][-20:]},"
             f" peers {[(str(e.peer), 'up' if e.up else 'down') for e in self.peers]}, faults {self.faults}, {figures}"
+        )
+
+
+class LocalEnd(End):
+    """An end in this process."""
+
+    guard: GuardedConnector
+    memory: ByteInspector
+
+    def __init__(
+        self,
+        peer: PeerId,
+        connector: TransferConnector,
+        witness: Witness,
+        guard: GuardedConnector,
+        memory: ByteInspector,
+        clock: Clock,
+    ) -> None:
+        super().__init__(peer)
+        #: What the plugin opened.  Tests of a contract talk to ``guard``; this is for the kit's own controls.
+        self.connector = connector
+        self.guard = guard
+        self.memory = memory
+        self._witness = witness
+        self._clock = clock
+        self._expected: dict[tuple[TransferId, int], tuple[Segments, bytes]] = {}
+
+    def hear(self) -> Heard:
+        progress = self.guard.poll()
+        faults = progress.faults if isinstance(progress, GuardProgress) else ()
+        broken = tuple(text for receipt in progress.receipts if (text := self._missing(receipt)))
+        return Heard(progress.completions, progress.receipts, progress.peers, faults, broken)
+
+    def expect(self, transfer: TransferId, sequence: int, writes: Segments, data: bytes) -> None:
+        self._expected[transfer, sequence] = writes, data
+
+    def testimony(self) -> Testimony:
+        return self._witness.testimony()
+
+    def advance(self, seconds: float) -> None:
+        assert isinstance(self._clock, ManualClock), "open it with manual_clock=True"
+        self._clock.advance(seconds)
+
+    def apply(self, action: Callable[..., T], *arguments: Any) -> T:
+        return action(self, *arguments)
+
+    def _missing(self, receipt: Receipt) -> str:
+        """T3, looked at in the moment of the receipt."""
+        known = self._expected.pop((receipt.transfer, receipt.sequence), None)
+        if known is None:
+            return ""
+        writes, data = known
+        found = self.memory.read(writes)
+        if found == data:
+            return ""
+        wrong = sum(here != there for here, there in zip(found, data, strict=True))
+        return (
+            f"T3: {self.peer} got the receipt of chunk {receipt.sequence} of transfer {receipt.transfer}, and at that"
+            f" moment {wrong} of its {len(data)} bytes were not what the source holds: the receipt came before the"
+            " data, or the data is wrong"
         )
 
 
@@ -141,6 +281,44 @@ class Sent:
         return any(completion.outcome is Outcome.DONE for completion in self.completions)
 
 
+# -- paces: when each end is polled.  They change when something is seen, never what (T4) ----------------------------
+
+
+def steady(_turn: int, ends: Sequence[End]) -> Sequence[End]:
+    """Each end once per pass."""
+    return ends
+
+
+def reverse(_turn: int, ends: Sequence[End]) -> Sequence[End]:
+    """The other way round."""
+    return ends[::-1]
+
+
+def slow_target(turn: int, ends: Sequence[End]) -> Sequence[End]:
+    """The last end in each seventh pass only."""
+    return ends if turn % 7 == 0 else ends[:-1]
+
+
+def slow_source(turn: int, ends: Sequence[End]) -> Sequence[End]:
+    """The first end in each seventh pass only."""
+    return ends if turn % 7 == 0 else ends[1:]
+
+
+def stopping(turn: int, ends: Sequence[End]) -> Sequence[End]:
+    """The last end stops for forty passes of every hundred, the first for forty others."""
+    if turn % 100 < 40:
+        return ends[:-1]
+    return ends[1:] if turn % 100 < 80 else ends
+
+
+Pace = Callable[[int, Sequence[End]], Sequence[End]]
+
+#: Some transports deliver only when the sender polls, some only when the receiver does: all of these come out even.
+PACES: Mapping[str, Pace] = {
+    "steady": steady, "reverse": reverse, "slow-target": slow_target, "slow-source": slow_source, "stopping": stopping
+}  # fmt: skip
+
+
 @dataclass(eq=False)
 class Pair:
     """A source end and a target end (both can do both).
@@ -151,8 +329,12 @@ class Pair:
     source: End
     target: End
     between: Callable[[], object] = lambda: None
-    #: The ends, in the order in which a pass polls them.
+    #: The ends, in the order in which a pass polls them.  One that is left out accepts and does not progress: it is
+    #: *clogged*.
     order: Sequence[End] = ()
+    #: Which of them a pass polls.
+    pace: Pace = steady
+    _passes: int = 0
 
     def __post_init__(self) -> None:
         self.order = self.order or (self.source, self.target)
@@ -184,11 +366,45 @@ class Pair:
         chunk = Chunk(transfer, sequence, self.target.peer, reads, writes, reads.nbytes)
         before = base or self.target.memory.image()
         expected = before.with_copy(self.source.memory.image(), reads, writes)
+        self.target.expect(transfer, sequence, writes, self.source.memory.read(reads))
         return Sent(chunk, self.source.guard.submit(chunk), expected, self.source, self.target)
+
+    @property
+    def grain(self) -> int:
+        """What offsets and lengths must be multiples of."""
+        return self.source.guard.capabilities.alignment
+
+    def rows(self, *rows: tuple[int, int, int]) -> Segments:
+        """Segments from rows ``(region, offset, length)``, scaled to what the transport's alignment asks for."""
+        grain = self.grain
+        return Segments.of([(region, offset * grain, length * grain) for region, offset, length in rows])
+
+    def grant(self, target: Segments) -> TransferId:
+        """A new transfer that may write ``target``."""
+        transfer = new_transfer_id()
+        self.target.guard.grant(transfer, self.source.peer, target)
+        return transfer
+
+    def finish(self, transfer: TransferId) -> None:
+        """As core does when everything was received: acknowledge at the source, forget at both."""
+        if not (self.source.dead or self.source.hung):
+            self.source.guard.acknowledge(transfer)
+            self.source.guard.forget(transfer)
+        if not (self.target.dead or self.target.hung):
+            self.target.guard.forget(transfer)
+
+    def clog(self, end: End) -> None:
+        """``end`` accepts and does not progress: it is not polled until :meth:`unclog`."""
+        self.order = tuple(other for other in self.order if other is not end)
+
+    def unclog(self) -> None:
+        """Both are polled again, the source first."""
+        self.order = (self.source, self.target)
 
     def pump(self) -> bool:
         """One pass: poll each end once.  Whether anything happened."""
-        moved = [end.pump() for end in self.order]
+        self._passes += 1
+        moved = [end.pump() for end in self.pace(self._passes, self.order)]
         self.between()
         return any(moved)
 
@@ -200,9 +416,17 @@ class Pair:
         end = time.monotonic() + bound
         while not condition():
             if time.monotonic() > end:
-                raise ConditionNotReached(f"{what}: not reached within {bound:g} s.\n  {self.source}\n  {self.target}")
+                # what a plugin did wrong beneath the guard is the cause, that nothing came is the consequence
+                causes = "".join(f"{problem}\n" for end in (self.source, self.target) for problem in end.problems())
+                raise ConditionNotReached(
+                    f"{causes}{what}: not reached within {bound:g} s.\n  {self.source}\n  {self.target}"
+                )
             if not self.pump():
-                self.order[-1].guard.wait(0.001)
+                awake = [end for end in self.order if not (end.dead or end.hung)]
+                if awake:
+                    awake[-1].guard.wait(0.001)
+                else:
+                    time.sleep(0.001)
 
     def pump_idle(self, passes: int = 20) -> None:
         """Pump until nothing has happened for ``passes`` passes in a row: for what must *not* come."""
@@ -224,13 +448,23 @@ def open_end(
     connect_deadline: float = PATIENCE,
     chunk_deadline: float = PATIENCE,
     clock: Clock = time.monotonic,
+    manual_clock: bool = False,
+    register: bool = True,
     seed: int = 0,
-) -> End:
-    """Open one connector, guarded, with poisoned host memory registered (``regions``: id to bytes)."""
+) -> LocalEnd:
+    """Open one connector, guarded, with poisoned host memory registered (``regions``: id to bytes).
+
+    Where ``register`` is false the test registers ``memory.regions`` itself.
+
+    ``manual_clock``: the guard's time passes by :meth:`End.advance` only.
+    """
+    if manual_clock:
+        clock = ManualClock()
     connector = plugin.open(options, ConnectorContext(peer))
+    witness = Witness(connector, str(peer))
     guard = GuardedConnector(
-        connector, transport=plugin.name, version=str(plugin.api_version), peer=peer, geometry=geometry, limits=limits,
-        connect_deadline=connect_deadline, chunk_deadline=chunk_deadline, clock=clock,
+        cast(TransferConnector, witness), transport=plugin.name, version=str(plugin.api_version), peer=peer,
+        geometry=geometry, limits=limits, connect_deadline=connect_deadline, chunk_deadline=chunk_deadline, clock=clock,
     )  # fmt: skip
     memory = ByteInspector(str(peer), seed)
     for id, nbytes in regions.items():
@@ -238,8 +472,9 @@ def open_end(
             memory.adopt(guard.allocate(id, "host", 0, nbytes))
         else:
             memory.allocate(id, nbytes)
-    guard.register(memory.regions)
-    return End(peer, connector, guard, memory)
+    if register:
+        guard.register(memory.regions)
+    return LocalEnd(peer, connector, witness, guard, memory, clock)
 
 
 @contextmanager
@@ -261,7 +496,7 @@ def open_pair(
     from kvbaton.plugins import choose_connector
 
     plugin, valid = choose_connector(connector, Need("host", "same_process"), options)
-    ends: list[End] = []
+    ends: list[LocalEnd] = []
     try:
         for number, name in enumerate(names):
             ends.append(open_end(plugin, valid, PeerId.start(name), seed=number, **end_options))
@@ -276,7 +511,7 @@ def open_pair(
 
 def close_ends(ends: Sequence[End]) -> None:
     """Close every end that is open and alive, draining first, within :data:`PATIENCE`."""
-    ends = [end for end in ends if not (end.guard.closed or end.dead)]
+    ends = [end for end in ends if not (end.dead or end.guard.closed)]
     for end in ends:
         for peer in end.guard.peer_states():
             end.guard.fenced(peer)

@@ -92,6 +92,18 @@ class ByteInspector:
         for id in ids or self._regions:
             self._fill(id, high=False)
 
+    def read(self, where: Segments) -> bytes:
+        """The bytes of each segment now, one after the other."""
+        views = {id: region.view() for id, region in self._regions.items()}
+        return b"".join(views[id][start : start + length].tobytes() for id, start, length in where.triples())
+
+    def write(self, where: Segments, data: bytes) -> None:
+        """Put bytes there, one segment after the other: what reuses memory does."""
+        views, at = {id: region.view() for id, region in self._regions.items()}, 0
+        for id, start, length in where.triples():
+            views[id][start : start + length] = np.frombuffer(data, np.uint8, length, at)
+            at += length
+
     def image(self) -> Image:
         """What is there now."""
         return Image({id: region.view().tobytes() for id, region in self._regions.items()})

@@ -27,6 +27,7 @@ from kvbaton_conformance.known_failures import KnownFailure, KnownFailuresError,
 
 if TYPE_CHECKING:
     from kvbaton_conformance.report.verdict import Result, Verdict
+    from kvbaton_conformance.two_process import Processes
 
 pytest.register_assert_rewrite("kvbaton_conformance.suite", "kvbaton_conformance.harness")
 
@@ -63,6 +64,9 @@ class Kit:
     #: Called when the run ends; each returns what it found wrong.
     closers: list[Any] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
+    processes: Processes | None = None
+    #: Classes of which a test has passed: what a library keeps once per process is there.
+    warm: set[type] = field(default_factory=set)
 
 
 KIT = pytest.StashKey[Kit]()
@@ -262,6 +266,33 @@ def subject_of(node: pytest.Item) -> Any:
     judged = _judged(node)
     assert judged is not None
     return judged.subject
+
+
+def processes_of(config: pytest.Config) -> Processes:
+    """The peer processes of this run, started on first use and seen off at its end."""
+    from kvbaton_conformance.two_process import Processes
+
+    kit = config.stash[KIT]
+    if kit.processes is None:
+        kit.processes = Processes()
+        kit.closers.append(kit.processes.close)
+    return kit.processes
+
+
+def has_failed(node: pytest.Item) -> bool:
+    """Whether a running test has failed already."""
+    result = node.config.stash[KIT].results.get(node.nodeid)
+    return result is not None and result.outcome == "failed"
+
+
+def warmed_up(node: pytest.Item) -> bool:
+    """Whether a test of the same class ran before this one."""
+    judged = _judged(node)
+    assert judged is not None
+    kit = node.config.stash[KIT]
+    was = node.cls in kit.warm  # type: ignore[attr-defined]
+    kit.warm.add(node.cls)  # type: ignore[attr-defined]
+    return was
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -25,14 +25,17 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
 
-from kvbaton_conformance.harness import Pair, open_pair
+from kvbaton.identity import PeerId
+from kvbaton_conformance.clauses import ClauseBroken, leading_clause
+from kvbaton_conformance.harness import End, Pace, Pair, close_ends, open_end, steady
+from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Mode, Reference, Subject, SubjectRefused, resolve
+from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
 
 #: Where standard tests are defined.
 SUITE = "kvbaton_conformance.suite"
@@ -67,6 +70,24 @@ class Conformance:
         Raises :class:`~kvbaton_conformance.subject.SubjectRefused`.
         """
         raise SubjectRefused(f"{cls.__name__} belongs to no level of the kit: derive it from one of its classes")
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Nothing that was not there before is there after a test (T10).
+
+        What the first test of a run leaves may be what a library keeps once per process; later ones leave nothing.
+        """
+        from kvbaton_conformance.plugin import has_failed, warmed_up
+
+        before = holdings()
+        yield
+        if not warmed_up(request.node) or has_failed(request.node):
+            return
+        if left := left_behind(before):
+            raise ClauseBroken(
+                "T10", "something was left behind after everything was closed", expected="nothing new in this process",
+                seen="; ".join(left), look="what close() joins, closes and unlinks, also after a failed connect",
+            )  # fmt: skip
 
     @pytest.fixture
     def subject(self, request: pytest.FixtureRequest) -> Any:
@@ -133,7 +154,101 @@ def command_line_options(config: pytest.Config) -> dict[str, str]:
     return pairs
 
 
-OpenPair = Callable[..., Pair]
+class Ends:
+    """Opens ends in one mode; afterwards audits and closes all of them."""
+
+    def __init__(self, subject: Subject, mode: Mode, processes: Processes) -> None:
+        self._subject = subject
+        self._mode = mode
+        self._processes = processes
+        self._ends: list[End] = []
+
+    def end(self, name: str, *, peer: PeerId | None = None, **how: Any) -> End:
+        """One end, its memory poisoned; ``how`` as for :func:`kvbaton_conformance.harness.open_end`."""
+        subject, peer = self._subject, peer or PeerId.start(name)
+        how = {"seed": len(self._ends), **how}
+        end: End
+        if self._mode == "in-process":
+            end = open_end(subject.plugin, subject.options, peer, **how)
+        else:
+            end = open_remote_end(self._processes, subject, peer, how, subject.given_options)
+        self._ends.append(end)
+        return end
+
+    def pair(self, *, connect: bool = True, pace: Pace = steady, **how: Any) -> Pair:
+        """A source whose memory is filled and a target, connected unless told otherwise."""
+        if self._mode == "two-processes":
+            self._processes.prepare(2)
+        pair = Pair(self.end("prefill-0", **how), self.end("decode-0", **how), pace=pace)
+        pair.source.memory.fill()
+        if connect:
+            pair.connect()
+        return pair
+
+    def lose(self, end: End) -> None:
+        """``end`` goes away: killed and joined where it has a process of its own, else closed.
+
+        What is posted *by* it must be over where it cannot be killed.
+        """
+        if isinstance(end, RemoteEnd):
+            end.kill()
+        else:
+            end.guard.close()
+
+    def close(self) -> None:
+        """As at the end of every test: resume what was stopped, look at what each plugin did, close.
+
+        Raises :class:`~kvbaton_conformance.clauses.ClauseBroken` for the first thing that is wrong.
+        """
+        problems: list[str] = []
+        for end in self._ends:
+            if isinstance(end, RemoteEnd) and end.hung:
+                end.resume()
+        submitted = {key for end in self._ends if not end.dead for key in end.testimony().accepted}
+        everybody_lives = not any(end.dead for end in self._ends)
+        for end in self._ends:
+            problems += end.problems()
+            if everybody_lives:
+                problems += [
+                    f"T3: {end.peer} got a receipt for chunk {receipt.sequence} of transfer {receipt.transfer}, which"
+                    " nobody has submitted"
+                    for receipt in end.receipts
+                    if (receipt.transfer, receipt.sequence) not in submitted
+                ]
+        for end in self._ends:
+            problems += self._close(end)
+        if problems:
+            clause, _, first = problems[0].partition(": ")
+            others = [f"and: {other}" for other in dict.fromkeys(problems[1:]) if other != problems[0]]
+            raise ClauseBroken(clause, "\n".join([first, *others]))
+
+    def _close(self, end: End) -> list[str]:
+        if isinstance(end, RemoteEnd):
+            if end.dead:
+                return []
+            if not end.process.alive:
+                return [f"T7: the process of {end.peer} died"]
+            try:
+                end.process.call("close")
+                problems = self._unbalanced(end)
+            except Exception as error:
+                end.process.kill()
+                return [_clause_first("T10", f"{end.peer} could not be closed: {error}")]
+            return problems + self._processes.give_back(end.process)
+        try:
+            close_ends([end])
+        except Exception as error:
+            return [_clause_first("T10", f"{end.peer} could not be closed: {error}")]
+        return self._unbalanced(end)
+
+    def _unbalanced(self, end: End) -> list[str]:
+        figures = end.guard.statistics()
+        held = {name: figures[name] for name in ("inflight_bytes", "inflight_chunks", "quarantined_bytes")}
+        return [f"T6: {end.peer} is closed and its budget has not come back: {held}"] if any(held.values()) else []
+
+
+def _clause_first(clause: str, text: str) -> str:
+    return text if leading_clause(text) else f"{clause}: {text}"
 
 
 class ConnectorTopic(ConnectorSubject):
@@ -142,19 +257,23 @@ class ConnectorTopic(ConnectorSubject):
     level = "connector"
 
     @pytest.fixture
-    def open_pair(self, subject: Subject, mode: Mode) -> Iterator[OpenPair]:
-        """``open_pair(**options_of_the_harness) -> Pair``: opened in this test's mode, audited and closed after it."""
-        with ExitStack() as opened:
+    def ends(self, request: pytest.FixtureRequest, subject: Subject, mode: Mode) -> Iterator[Ends]:
+        """Opens ends in this test's mode; audits and closes them after it."""
+        from kvbaton_conformance.plugin import has_failed, processes_of
 
-            def open_one(**how: Any) -> Pair:
-                return opened.enter_context(open_pair(subject.plugin, subject.options, **how))
-
-            yield open_one
+        ends = Ends(subject, mode, processes_of(request.config))
+        yield ends
+        try:
+            ends.close()
+        except Exception:
+            # what the test itself has found is the cause
+            if not has_failed(request.node):
+                raise
 
     @pytest.fixture
-    def pair(self, open_pair: OpenPair) -> Pair:
+    def pair(self, ends: Ends) -> Pair:
         """Two connected ends."""
-        return open_pair()
+        return ends.pair()
 
 
 class EngineTopic(Conformance):

@@ -1,0 +1,163 @@
+"""The main program of an end in a process of its own: ``python -P -m kvbaton_conformance.peer_process DESCRIPTOR``.
+
+It does what it is told over a private pair of sockets, one request and one answer at a time, until the other end is
+gone.  The pipe carries Python objects: it connects this process with the one that started it and with nobody else.
+The inspector is here, because the memory is.
+
+An exception travels back with its traceback.  ``SIGUSR2`` writes every thread's stack to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvbaton.connector import Capabilities, Completion, Need, PeerEvent
+from kvbaton.errors import KvbatonError, TransportError
+from kvbaton.identity import PeerId, TransferId
+from kvbaton.plugins import choose_connector
+from kvbaton.segments import Segments
+from kvbaton_conformance.harness import Heard, LocalEnd, close_ends, open_end
+from kvbaton_conformance.leaks import Holdings, holdings, left_behind, own
+from kvbaton_conformance.subject import Reference
+from kvbaton_conformance.witness import Testimony
+
+
+class Peer:
+    """What can be asked of this process; each public method is a request."""
+
+    def __init__(self) -> None:
+        self._end: LocalEnd | None = None
+        self._held: Holdings | None = None
+
+    # -- one end's life ------------------------------------------------------------------------------------------------
+
+    def open(
+        self, reference: Reference, options: Mapping[str, Any], need: Need, peer: PeerId, how: Mapping[str, Any]
+    ) -> Capabilities:
+        plugin, valid = choose_connector(reference.load(), need, dict(options))
+        self._end = open_end(plugin, valid, peer, **how)
+        return self._end.guard.capabilities
+
+    def close(self) -> None:
+        """Drain and close what is open, as at the end of a test."""
+        if self._end is not None:
+            close_ends([self._end])
+
+    def left_behind(self) -> list[str]:
+        """What the last end has left in this process, compared with the one before."""
+        self._end = None
+        gc.collect()
+        before, self._held = self._held, None
+        found = left_behind(before) if before is not None else []
+        self._held = holdings()
+        return found
+
+    # -- what a test does with it --------------------------------------------------------------------------------------
+
+    def guard(self, name: str, *arguments: Any) -> Any:
+        found = getattr(self._here.guard, name)
+        return found(*arguments) if callable(found) else found
+
+    def memory(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._here.memory, name)(*arguments)
+
+    def hear(self) -> Heard:
+        return portable(self._here.hear())
+
+    def expect(self, transfer: TransferId, sequence: int, writes: Segments, data: bytes) -> None:
+        self._here.expect(transfer, sequence, writes, data)
+
+    def testimony(self) -> Testimony:
+        return self._here.testimony()
+
+    def advance(self, seconds: float) -> None:
+        self._here.advance(seconds)
+
+    def apply(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        return action(self._here, *arguments)
+
+    @property
+    def _here(self) -> LocalEnd:
+        assert self._end is not None, "open an end first"
+        return self._end
+
+
+def portable(heard: Heard) -> Heard:
+    """The same with exceptions that can be sent."""
+    return replace(
+        heard,
+        completions=tuple(
+            Completion(c.transfer, c.sequence, c.outcome, c.source_quiet, c.target_quiet, sendable(c.error))
+            for c in heard.completions
+        ),
+        peers=tuple(PeerEvent(e.peer, e.up, e.quiet, sendable(e.error)) for e in heard.peers),
+        faults=tuple(fault if (sent := sendable(fault)) is fault else _kvbaton(sent) for fault in heard.faults),
+    )
+
+
+def sendable(error: Exception | None) -> Exception | None:
+    """``error`` where it survives the way, its text where it does not."""
+    if error is None:
+        return None
+    try:
+        pickle.dumps(error)
+        return error
+    except Exception:
+        return TransportError(f"{type(error).__name__}: {error}")
+
+
+def _kvbaton(error: Exception | None) -> KvbatonError:
+    return error if isinstance(error, KvbatonError) else TransportError(str(error))
+
+
+def serve(pipe: Connection) -> None:
+    """Answer until the other end is gone or says so."""
+    peer = Peer()
+    while True:
+        try:
+            request, arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        if request == "leave":
+            return
+        try:
+            answer: tuple[Any, ...] = ("answer", getattr(peer, request)(*arguments))
+        except Exception as error:
+            answer = ("raised", sendable(error), traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            pipe.send(("raised", TransportError(f"the answer to {request} cannot be sent: {error}"), ""))
+        except BrokenPipeError:
+            return
+
+
+def main() -> int:
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test's own process decides when this one ends
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    own(descriptor=descriptor)
+    pipe = Connection(descriptor)
+    with contextlib.suppress(EOFError):
+        sys.path[:] = pipe.recv()
+        pipe.send("ready")
+        serve(pipe)
+    pipe.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
