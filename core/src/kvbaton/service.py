@@ -15,6 +15,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -131,6 +132,7 @@ class Service:
         self._cause: KvbatonError | None = None  # why start-up failed
         self._bad_ends: list[str] = []
         self._closing = False
+        self._give_up_at = math.inf
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards "commands are still taken"
         self._accepting = True
@@ -321,7 +323,12 @@ class Service:
             self._handles[handle.peer] = handle
 
     def _is_over(self) -> bool:
-        return self._closing and all(handle.exit_status() is not None for handle in self._handles.values())
+        if not self._closing:
+            return False
+        # senders and receivers have a shutdown deadline each, and are killed after it; only a thread survives a kill
+        return time.monotonic() > self._give_up_at or all(
+            handle.exit_status() is not None for handle in self._handles.values()
+        )
 
     def _finish(self, launcher: Launcher) -> None:
         with self._lock:
@@ -462,6 +469,7 @@ class Service:
             return
         self._closing = True
         now = time.monotonic()
+        self._give_up_at = now + 3 * self._settings.deadline.shutdown
         for key in tuple(self._tracked):
             self._carry_out(self._machine.abort(key, now, "the runtime closed"), now)
         self._carry_out(self._machine.fatal("the runtime closed", now), now)
