@@ -224,7 +224,10 @@ class ScriptedEngine:
     request.
 
     Faults on demand: a transfer in :attr:`fail_compute` (P), :attr:`fail_import` or :attr:`fail_decode` (D) fails
-    there; :attr:`refuse` answers a reservation by refusing it.
+    there, one in :attr:`fail_range` (P) is reported in blocks that do not exist; :attr:`refuse` answers a reservation
+    by refusing it, :attr:`refuse_for_ever` says that asking again is of no use.
+
+    D says that memory is reserved once everything that its device was given before has completed (C2.7).
     """
 
     def __init__(
@@ -240,8 +243,11 @@ class ScriptedEngine:
         self.fail_compute: set[TransferId] = set()
         self.fail_import: set[TransferId] = set()
         self.fail_decode: set[TransferId] = set()
+        self.fail_range: set[TransferId] = set()
         self.refuse: Callable[[Admission], str | None] = lambda admission: None
-        #: Blocks whose poison was disturbed between free and reuse: (block, first changed byte).
+        self.refuse_for_ever = False
+        #: Blocks whose poison was disturbed between free and reuse: (block, first changed byte).  Final slots count
+        #: from -1 downwards; a block of a finished request whose bytes changed after they were imported counts, too.
         self.late_writes: list[tuple[int, int]] = []
         #: How many tokens this engine chose (A2: none on P).
         self.sampled = 0
@@ -275,6 +281,8 @@ class ScriptedEngine:
         self._sequences: dict[TransferId, _Sequence] = {}
         self._queue: deque[TransferId] = deque()
         self._colocated: deque[tuple[TransferId, Request]] = deque()
+        #: D: reserved, and not said because the device is not quiet yet.
+        self._unquiet: list[tuple[DeviceEvent, TransferId]] = []
 
     # -- StageEngine: set-up -----------------------------------------------------------------------------------------
 
@@ -287,6 +295,7 @@ class ScriptedEngine:
         self._regions = regions
         self._memory, self._finals = regions[0].view(), regions[1].view()
         self._memory[:] = _POISON
+        self._finals[:] = _POISON
         return regions
 
     def attach(self, callbacks: StageCallbacks) -> None:
@@ -308,7 +317,7 @@ class ScriptedEngine:
             return
         reason = self.refuse(admission)
         if reason is not None:
-            self._tell.refused(admission.transfer, reason, True)
+            self._tell.refused(admission.transfer, reason, not self.refuse_for_ever)
             return
         prompt = admission.request.prompt
         histories = self.model.histories(prompt)
@@ -324,7 +333,7 @@ class ScriptedEngine:
         if needed - shared + taken > self._available() or not self._free_slots:
             self._tell.refused(admission.transfer, "no room now", True)
             return
-        sequence = _Sequence(admission, [[] for _ in range(self.model.planes)], self._free_slots.pop(), histories)
+        sequence = _Sequence(admission, [[] for _ in range(self.model.planes)], self._take_slot(), histories)
         for group in prefix:
             for plane, block in enumerate(group):
                 sequence.tables[plane].append(block)
@@ -335,8 +344,11 @@ class ScriptedEngine:
         self._promised += sequence.budget
         self._sequences[admission.transfer] = sequence
         if self.role is Role.DECODE:
-            tables = tuple(tuple(table) for table in sequence.tables)
-            self._tell.reserved(Reservation(admission.transfer, tables, sequence.valid, sequence.slot))
+            event = self.device.event() if self.device.pending() else None
+            if event is None:
+                self._tell_reserved(sequence)
+            else:
+                self._unquiet.append((event, admission.transfer))
         else:
             sequence.valid = min(sequence.valid, len(prompt) - 1)  # the last token is always computed (C3.4)
             self._queue.append(admission.transfer)
@@ -349,13 +361,8 @@ class ScriptedEngine:
             raise RuntimeError("scripted: import fails")
         sequence.valid = valid
         sequence.final = self._final(sequence.slot).copy()
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1
-        for plane in range(self.model.planes):
-            for component in range(len(self.model.token_bytes)):
-                rows = self._rows(sequence.tables[plane], component, 0, valid)
-                sequence.digest += self.model.digest(plane, component, rows, 0)
-        sequence.digest &= _MASK
+        self._give_slot(sequence)
+        sequence.digest = self._digest(sequence, 0)
         sequence.history = int(sequence.histories[-1])
         self._publish(sequence)
         self._queue.append(transfer)
@@ -383,15 +390,17 @@ class ScriptedEngine:
             for block in table:
                 self._disown(block)
         self._promised -= sequence.budget
+        self._unquiet = [(event, other) for event, other in self._unquiet if other != transfer]
         if sequence.slot >= 0:
-            self._free_slots.append(sequence.slot)
+            self._give_slot(sequence)
 
     # -- StageEngine: compute ----------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._colocated) or any(self._runnable(t) for t in self._queue)
+        return bool(self._colocated) or bool(self._unquiet) or any(self._runnable(t) for t in self._queue)
 
     def step(self) -> Sequence[StepOutput]:
+        self._say_reserved()
         if self.role is Role.PREFILL:
             return self._prefill_step()
         if self.role is Role.COLOCATED:
@@ -411,6 +420,8 @@ class ScriptedEngine:
             "blocks_promised": self._promised,
             "final_slots_free": len(self._free_slots),
             "transfers": len(self._sequences),
+            "late_writes": len(self.late_writes),
+            "strays": len(self.strays()),
         }
 
     def close(self) -> None:
@@ -441,7 +452,8 @@ class ScriptedEngine:
                 self._final(sequence.slot)[:] = self.model.final(int(sequence.histories[-1]))
                 self._queue.remove(transfer)
                 self._publish(sequence)
-            tables: Tables = tuple(np.array(table, dtype=np.int64) for table in sequence.tables)
+            astray = self.layout.blocks if transfer in self.fail_range else 0
+            tables: Tables = tuple(np.array(table, dtype=np.int64) + astray for table in sequence.tables)
             self._tell.prefill_submitted(
                 ComputedRange(
                     transfer,
@@ -476,12 +488,8 @@ class ScriptedEngine:
                 sequence.budget -= grown
                 self._promised -= grown
                 self._write(sequence, sequence.valid, np.array([sequence.history], dtype=np.uint64))
-                for plane in range(self.model.planes):
-                    for component in range(len(self.model.token_bytes)):
-                        rows = self._rows(sequence.tables[plane], component, sequence.valid, sequence.valid + 1)
-                        sequence.digest += self.model.digest(plane, component, rows, sequence.valid)
-                sequence.digest &= _MASK
                 sequence.valid += 1
+                sequence.digest = (sequence.digest + self._digest(sequence, sequence.valid - 1)) & _MASK
             request = sequence.admission.request
             token, depth = self.model.choose(sequence.digest, sequence.final, request.sampling.seed)
             self.sampled += 1
@@ -489,13 +497,77 @@ class ScriptedEngine:
             reason = finish_reason(request, sequence.tokens)
             if reason is not None:
                 self._queue.remove(transfer)
+                if self._digest(sequence, 0) != sequence.digest:
+                    self.late_writes.append((sequence.tables[0][0], 0))
             outputs.append(StepOutput(transfer, (token,), (depth,), reason))
         return outputs
+
+    def _tell_reserved(self, sequence: _Sequence) -> None:
+        tables = tuple(tuple(table) for table in sequence.tables)
+        self._tell.reserved(Reservation(sequence.admission.transfer, tables, sequence.valid, sequence.slot))
+
+    def _say_reserved(self) -> None:
+        """C2.7: what waits for the device, and need not any more."""
+        quiet = [transfer for event, transfer in self._unquiet if event.query()]
+        self._unquiet = [(event, transfer) for event, transfer in self._unquiet if transfer not in quiet]
+        for transfer in quiet:
+            self._tell_reserved(self._sequences[transfer])
 
     @property
     def _tell(self) -> StageCallbacks:
         assert self._callbacks is not None, "attach() comes before any transfer"
         return self._callbacks
+
+    # -- memory, for tests -------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Bytes:
+        """Every byte of the KV region, shared."""
+        return self._memory
+
+    @property
+    def finals(self) -> Bytes:
+        """Every byte of the final payloads' region, shared."""
+        return self._finals
+
+    def strays(self) -> list[tuple[int, int]]:
+        """(block, byte) of what was written where nothing is: into free blocks and between blocks.
+
+        Final slots count from -1 downwards.
+        """
+        count, stride = self.layout.blocks, self._stride
+        if not len(self._memory):
+            return []
+        wrong = self._memory[: count * stride].reshape(count, stride) != _POISON
+        taken = np.ones(count, dtype=np.bool_)
+        taken[list(self._free)] = False
+        wrong[taken, : self._used_bytes] = False
+        found = [(int(block), int(np.argmax(wrong[block]))) for block in np.flatnonzero(wrong.any(axis=1))]
+        for slot in self._free_slots:
+            changed = np.flatnonzero(self._final(slot) != _POISON)
+            if len(changed):
+                found.append((-1 - slot, int(changed[0])))
+        return found
+
+    def expected_prompt(self, tokens: Sequence[int], table: Sequence[Sequence[int]], start: int = 0) -> Bytes:
+        """What :attr:`memory` holds if it holds tokens ``[start, len(tokens))`` in ``table`` and nothing else."""
+        memory = np.full_like(self._memory, _POISON)
+        histories = self.model.histories(tokens)[start:]
+        for plane in range(self.model.planes):
+            for component, width in enumerate(self.model.token_bytes):
+                rows = self.model.kv(plane, component, histories)
+                addresses = self._addresses(table[plane], component, start, len(tokens))
+                memory[addresses[:, None] + np.arange(width)[None, :]] = rows
+        return memory
+
+    def tables(self, transfer: TransferId) -> tuple[tuple[int, ...], ...]:
+        """Block ids that a transfer holds now, per plane."""
+        return tuple(tuple(table) for table in self._sequences[transfer].tables)
+
+    def forget_prefixes(self) -> None:
+        """Evict every cached prefix block that nobody owns."""
+        while any(not any(self._owners.get(b) for b in group) for group in self._cached.values()):
+            self._evict()
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -505,6 +577,27 @@ class ScriptedEngine:
     def _final(self, slot: int) -> Bytes:
         width = self.model.final_bytes
         return self._finals[slot * max(width, 1) : slot * max(width, 1) + width]
+
+    def _digest(self, sequence: _Sequence, start: int) -> int:
+        """What tokens ``[start, valid)`` in our memory contribute to the choice of the next token."""
+        total = 0
+        for plane in range(self.model.planes):
+            for component in range(len(self.model.token_bytes)):
+                rows = self._rows(sequence.tables[plane], component, start, sequence.valid)
+                total += self.model.digest(plane, component, rows, start)
+        return total & _MASK
+
+    def _take_slot(self) -> int:
+        slot = self._free_slots.pop()
+        changed = np.flatnonzero(self._final(slot) != _POISON)
+        if len(changed):
+            self.late_writes.append((-1 - slot, int(changed[0])))
+        return slot
+
+    def _give_slot(self, sequence: _Sequence) -> None:
+        self._final(sequence.slot)[:] = _POISON
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
 
     def _addresses(self, table: Sequence[int], component: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """First byte of each token's row in region 0.  Shape ``[end - start]``."""
