@@ -132,10 +132,20 @@ class End(abc.ABC):
         """Drop the lists of what was heard: a loop that looks for growth must not find its own."""
         for heard in (self.completions, self.receipts, self.peers):
             heard.clear()
+        self._forget_books()
+
+    @abc.abstractmethod
+    def _forget_books(self) -> None:
+        """Drop what is kept about chunks that are over."""
+
+    @property
+    def awake(self) -> bool:
+        """Whether it can be polled: not dead, not stopped, not closed."""
+        return not (self.dead or self.hung)
 
     def pump(self) -> bool:
-        """One ``poll()``; whether anything happened.  A dead or stopped end does nothing."""
-        if self.dead or self.hung:
+        """One ``poll()``; whether anything happened.  An end that is not awake does nothing."""
+        if not self.awake:
             return False
         heard = self.hear()
         self.completions += heard.completions
@@ -201,6 +211,10 @@ class LocalEnd(End):
         self._clock = clock
         self._expected: dict[tuple[TransferId, int], tuple[Segments, bytes]] = {}
 
+    @property
+    def awake(self) -> bool:
+        return super().awake and not self.guard.closed
+
     def hear(self) -> Heard:
         progress = self.guard.poll()
         faults = progress.faults if isinstance(progress, GuardProgress) else ()
@@ -219,6 +233,10 @@ class LocalEnd(End):
 
     def apply(self, action: Callable[..., T], *arguments: Any) -> T:
         return action(self, *arguments)
+
+    def _forget_books(self) -> None:
+        self._expected.clear()
+        self._witness.forget()
 
     def _missing(self, receipt: Receipt) -> str:
         """T3, looked at in the moment of the receipt."""
@@ -422,7 +440,7 @@ class Pair:
                     f"{causes}{what}: not reached within {bound:g} s.\n  {self.source}\n  {self.target}"
                 )
             if not self.pump():
-                awake = [end for end in self.order if not (end.dead or end.hung)]
+                awake = [end for end in self.order if end.awake]
                 if awake:
                     awake[-1].guard.wait(0.001)
                 else:

@@ -27,7 +27,7 @@ from kvbaton.errors import KvbatonError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
-from kvbaton_conformance.harness import Heard, LocalEnd, close_ends, open_end
+from kvbaton_conformance.harness import Heard, LocalEnd, Pair, close_ends, open_end
 from kvbaton_conformance.leaks import Holdings, holdings, left_behind, own
 from kvbaton_conformance.subject import Reference
 from kvbaton_conformance.witness import Testimony
@@ -39,6 +39,7 @@ class Peer:
     def __init__(self) -> None:
         self._end: LocalEnd | None = None
         self._held: Holdings | None = None
+        self._kept: list[LocalEnd] = []
 
     # -- one end's life ------------------------------------------------------------------------------------------------
 
@@ -63,6 +64,18 @@ class Peer:
         self._held = holdings()
         return found
 
+    def open_pair(self, reference: Reference, options: Mapping[str, Any], closes: str) -> None:
+        """Two ends here, one chunk across, and then close both or neither: what is left is for the process's exit."""
+        plugin, valid = choose_connector(reference.load(), Need("host", "same_process"), dict(options))
+        ends = [open_end(plugin, valid, PeerId.start(name)) for name in ("prefill-0", "decode-0")]
+        pair = Pair(ends[0], ends[1])
+        pair.connect()
+        sent = pair.send(pair.rows((0, 0, 64)), pair.rows((1, 0, 64)))
+        pair.pump_until(lambda: sent.received and sent.done, "T5: one chunk is received and done")
+        if closes == "closed":
+            close_ends(ends)
+        self._kept = ends
+
     # -- what a test does with it --------------------------------------------------------------------------------------
 
     def guard(self, name: str, *arguments: Any) -> Any:
@@ -83,6 +96,9 @@ class Peer:
 
     def advance(self, seconds: float) -> None:
         self._here.advance(seconds)
+
+    def forget_events(self) -> None:
+        self._here.forget_events()
 
     def apply(self, action: Callable[..., Any], *arguments: Any) -> Any:
         return action(self._here, *arguments)

@@ -14,6 +14,7 @@ import difflib
 import inspect
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Generator, Iterable
@@ -345,12 +346,12 @@ def _result(item: pytest.Item, judged: Judged, name: str) -> Result:
 
 def _command(config: pytest.Config) -> str:
     """The command line of this run without what selects or reports."""
-    words = []
-    for word in config.invocation_params.args:
-        text = str(word)
-        if not text.startswith(("--conformance-", "-k", "--junit")):
-            words.append(text)
-    return " ".join(["pytest", *words])
+    words = ["pytest", *(["--pyargs"] if config.option.pyargs else []), *config.args]
+    if connector := config.getoption("--connector"):
+        words += ["--connector", connector]
+    for pair in config.getoption("--connector-option") or ():
+        words += ["--connector-option", pair]
+    return shlex.join(words)
 
 
 def _quoted(name: str) -> str:
@@ -449,6 +450,8 @@ def pytest_runtest_makereport(
             result.outcome, result.message = "failed", report.longrepr
         else:
             result.outcome, result.message = gate  # type: ignore[assignment]
+    elif report.when == "call":
+        result.outcome = "passed"
     known = item.stash.get(_KNOWN, None)
     if known is not None:
         _known(report, result, known)
@@ -510,6 +513,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     if not kit.partial:
         kit.problems += _mandatory(kit)
+    unrun = [result.id for result in kit.results.values() if result.outcome == "unrun"]
+    if unrun:
+        kit.problems.append(f"the run ended before {len(unrun)} standard tests had run: {_first(unrun)}")
     if (kit.problems or any(result.outcome == "failed" for result in kit.results.values())) and exitstatus in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,

@@ -363,6 +363,9 @@ class RemoteEnd(End):
         result: T = self.process.call("apply", action, *arguments)
         return result
 
+    def _forget_books(self) -> None:
+        self.process.call("forget_events")
+
     # -- what can happen to a process ----------------------------------------------------------------------------------
 
     def kill(self) -> None:

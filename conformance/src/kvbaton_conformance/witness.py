@@ -98,6 +98,10 @@ class Witness:
             dict(self._longest), dict(self._calls),
         )  # fmt: skip
 
+    def forget(self) -> None:
+        """Keep nothing of chunks that have had their completion."""
+        self._accepted &= self._open
+
     @contextmanager
     def _watch(self, method: str, allowed: float = CALL_BOUND) -> Iterator[None]:
         start = time.monotonic()

@@ -11,9 +11,11 @@ from kvbaton_conformance.clauses import clauses
 
 #: ``absent``: a capability is declared absent.  ``unavailable``: the environment lacks something.  ``known``: failed
 #: as a file of known failures says.
-Outcome = Literal["passed", "failed", "absent", "unavailable", "known"]
+#: ``unrun``: the run ended before.
+Outcome = Literal["passed", "failed", "absent", "unavailable", "known", "unrun"]
 
-OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "absent", "unavailable", "known")
+#: The columns of a table of clauses.
+OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "absent", "unavailable", "known", "unrun")
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Result:
     subject: str
     level: str
     clauses: tuple[str, ...]
-    outcome: Outcome = "passed"
+    outcome: Outcome = "unrun"
     #: Why it is not ``passed``: the failure's text, or what is absent.
     message: str = ""
     #: Of a failure: the clause that its message begins with, and its parts.
@@ -58,7 +60,11 @@ class ClauseRow:
             return "known failure"
         if self.counts["passed"]:
             return "holds"
-        return "unavailable" if self.counts["unavailable"] else "absent"
+        words: tuple[Outcome, ...] = ("unrun", "unavailable")
+        for outcome in words:
+            if self.counts[outcome]:
+                return outcome
+        return "absent"
 
 
 @dataclass

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from kvbaton_conformance.suite.back_pressure import BackPressure
+from kvbaton_conformance.suite.cancellation import Cancellation
 from kvbaton_conformance.suite.completion import Completion
+from kvbaton_conformance.suite.cost import Cost
+from kvbaton_conformance.suite.failure import Failure
 from kvbaton_conformance.suite.handoff import HandoffConformance
+from kvbaton_conformance.suite.handshake import Handshake
+from kvbaton_conformance.suite.honesty import Honesty
+from kvbaton_conformance.suite.ordering import Ordering
+from kvbaton_conformance.suite.registration import Registration
+from kvbaton_conformance.suite.teardown import Teardown
+from kvbaton_conformance.suite.threads import Threads
+from kvbaton_conformance.suite.timeout import Timeout
 from kvbaton_conformance.suite.visibility import Visibility
 
 
 class ConnectorLevel(
+    Registration,
+    Handshake,
     Visibility,
+    Ordering,
     Completion,
+    BackPressure,
+    Failure,
+    Timeout,
+    Cancellation,
+    Teardown,
+    Threads,
+    Cost,
+    Honesty,
 ):
     """Two ends of a connector against T1 to T13."""
 

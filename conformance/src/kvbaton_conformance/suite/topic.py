@@ -32,7 +32,7 @@ import pytest
 
 from kvbaton.identity import PeerId
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause
-from kvbaton_conformance.harness import End, Pace, Pair, close_ends, open_end, steady
+from kvbaton_conformance.harness import REGIONS, End, Pace, Pair, close_ends, open_end, steady
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Mode, Reference, Subject, SubjectRefused, resolve
 from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
@@ -158,27 +158,29 @@ class Ends:
     """Opens ends in one mode; afterwards audits and closes all of them."""
 
     def __init__(self, subject: Subject, mode: Mode, processes: Processes) -> None:
-        self._subject = subject
-        self._mode = mode
-        self._processes = processes
+        self.subject = subject
+        self.mode = mode
+        self.processes = processes
         self._ends: list[End] = []
 
     def end(self, name: str, *, peer: PeerId | None = None, **how: Any) -> End:
         """One end, its memory poisoned; ``how`` as for :func:`kvbaton_conformance.harness.open_end`."""
-        subject, peer = self._subject, peer or PeerId.start(name)
-        how = {"seed": len(self._ends), **how}
+        subject, peer = self.subject, peer or PeerId.start(name)
+        grain = subject.capabilities.alignment
+        regions = how.pop("regions", REGIONS)
+        how = {"seed": len(self._ends), "regions": {id: nbytes * grain for id, nbytes in regions.items()}, **how}
         end: End
-        if self._mode == "in-process":
+        if self.mode == "in-process":
             end = open_end(subject.plugin, subject.options, peer, **how)
         else:
-            end = open_remote_end(self._processes, subject, peer, how, subject.given_options)
+            end = open_remote_end(self.processes, subject, peer, how, subject.given_options)
         self._ends.append(end)
         return end
 
     def pair(self, *, connect: bool = True, pace: Pace = steady, **how: Any) -> Pair:
         """A source whose memory is filled and a target, connected unless told otherwise."""
-        if self._mode == "two-processes":
-            self._processes.prepare(2)
+        if self.mode == "two-processes":
+            self.processes.prepare(2)
         pair = Pair(self.end("prefill-0", **how), self.end("decode-0", **how), pace=pace)
         pair.source.memory.fill()
         if connect:
@@ -234,7 +236,7 @@ class Ends:
             except Exception as error:
                 end.process.kill()
                 return [_clause_first("T10", f"{end.peer} could not be closed: {error}")]
-            return problems + self._processes.give_back(end.process)
+            return problems + self.processes.give_back(end.process)
         try:
             close_ends([end])
         except Exception as error:
