@@ -419,7 +419,8 @@ class Deployment:
                 pass
 
     def _wires(self) -> Iterator[StageSeat]:
-        return (seat for seat in self.seats.values() if self.stepped and not seat.crashed)
+        # a dead stage's too: what it had begun still lands
+        return (seat for seat in (*self.seats.values(), *self._former) if self.stepped)
 
     def hold(self) -> None:
         """No chunk comes to its end from now on: the bytes wait where the wire is stepped, else what is said of them
@@ -455,14 +456,11 @@ class Deployment:
             if not self.turn() and not self.stepped:
                 self._wait()
 
-    def settle(self, turns: int = 30) -> None:
-        """Turn until nothing has happened for so many turns in a row: for what must *not* come."""
-        idle = count = 0
-        while idle < turns:
-            count += 1
-            if count > TURNS:
-                raise DeploymentStuck(f"T12: events without end.\n{self.describe()}")
-            idle = 0 if self.turn() else idle + 1
+    def settle(self, turns: int = 60) -> None:
+        """So many turns: for what must *not* come.  A transport that moves by itself gets some milliseconds as well."""
+        for _ in range(turns):
+            if not self.turn() and not self.stepped:
+                self._wait()
 
     def _wait(self) -> None:
         """A transport with threads or sockets of its own may want the processor."""

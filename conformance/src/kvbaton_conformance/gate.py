@@ -132,6 +132,11 @@ class Gate:
             case PeerEvent():
                 self._peers.append(event)
 
+    def set_aside(self) -> list[Receipt]:
+        """Take the receipts that are held away; :meth:`inject` gives each back."""
+        aside, self._receipts = self._receipts, []
+        return aside
+
     @property
     def waiting(self) -> tuple[int, int]:
         """How many completions and receipts are held back now."""

@@ -1,11 +1,18 @@
-"""The hand-off level: coordinator and two stages with a scripted engine over the connector that is judged."""
+"""The hand-off level: coordinator and two stages with a scripted engine over the connector that is judged.
+
+A module per contract, so that the report reads as the contract does.
+"""
 
 from __future__ import annotations
 
-from kvbaton_conformance.suite.topic import HandoffTopic
+from kvbaton_conformance.suite.handoff.identity import Identity
+from kvbaton_conformance.suite.handoff.reservation import Reservations
+from kvbaton_conformance.suite.handoff.validity import Validity
 
 
 class HandoffConformance(
-    HandoffTopic,
+    Identity,
+    Reservations,
+    Validity,
 ):
     """A whole hand-off over a connector against the C clauses that a transport can break."""
