@@ -7,13 +7,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connector import MAX_ENDPOINT_BYTES, Endpoint, RegionInfo
 from kvbaton.errors import GeometryError, GeometryMismatch, SegmentError
 from kvbaton.geometry import Component, KVGeometry, KVMap, Plane, ready_range
 from kvbaton.identity import PeerId
+
+# no test asserts a time on the wall, which is what the default deadline does
+untimed = settings(deadline=None)
 
 BLOCK = 4
 
@@ -86,6 +89,7 @@ class TestConstruction:
         assert caught.value.field in str(caught.value)
 
     @pytest.mark.clause("C3.2")
+    @untimed
     @given(
         st.lists(
             st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(0, 12), st.integers(1, 3), st.booleans()),
@@ -220,6 +224,7 @@ class TestWire:
         assert KVGeometry.decode(Endpoint.decode(endpoint.encode()).geometry) == g
 
     @pytest.mark.clause("C9.3")
+    @untimed
     @given(st.integers(0, 200), st.integers(0, 255), st.booleans())
     def test_a_changed_byte_gives_a_geometry_or_an_error(self, at, value, cut):
         data = bytearray(geometry().encode())
@@ -232,6 +237,7 @@ class TestWire:
         assert KVGeometry.decode(decoded.encode()) == decoded
 
     @pytest.mark.clause("C9.3")
+    @untimed
     @given(st.data())
     def test_any_numbers_in_its_place_give_a_geometry_or_an_error(self, data):
         """Every number off the wire may be the smallest, the largest or anything between."""
@@ -250,6 +256,7 @@ class TestWire:
         KVMap(decoded, decoded)
 
     @pytest.mark.clause("C9.3")
+    @untimed
     @given(st.binary(max_size=60))
     def test_any_bytes_give_a_geometry_or_an_error(self, data):
         try:
@@ -297,6 +304,7 @@ class TestReadyRange:
         assert ready_range(sent, computed, BLOCK, last) == expected
 
     @pytest.mark.clause("C3.1", "C3.3")
+    @untimed
     @given(st.integers(0, 40), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 6))
     def test_ranges_follow_each_other_from_the_prefix_to_the_end(self, prefix, steps, block_tokens):
         sent, computed = prefix, 0

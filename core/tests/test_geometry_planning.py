@@ -24,6 +24,9 @@ from kvbaton.reservation import Reservation
 from kvbaton.segments import Segments, coalesce, split
 from kvbaton.stage.planner import ChunkLimits, ChunkPlanner
 
+# no test asserts a time on the wall, which is what the default deadline does
+untimed = settings(deadline=None)
+
 Byte = tuple[int, int]
 Shape = list[list[tuple[int, bool]]]  # [plane][component] -> (token_bytes, per_block)
 Pair = tuple[Segments, Segments]
@@ -177,8 +180,8 @@ def final_oracle(case: Case, slots: tuple[int, int]) -> dict[Byte, Byte]:
 
 
 def check(case: Case, plans: list[Pair], start: int, end: int, final: tuple[int, int] | None = None) -> None:
-    """The plans together move each byte of ``[start, end)``, and the payload of ``final`` slots, once, to its place, and
-    touch nothing else."""
+    """The plans together move each byte of ``[start, end)``, and the payload of ``final`` slots, once, to its place,
+    and touch nothing else."""
     source, destination = Memory(case.source, 1, 1), Memory(case.destination, -1, 0)
     written: Counter[Byte] = Counter()
     for reads, writes in plans:
@@ -325,6 +328,7 @@ def known(case: Case, end: int) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.clause("C3.2")
+@untimed
 @given(
     st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True), min_size=2, max_size=2),
     st.tuples(st.integers(16, 18), st.sampled_from([0, 0, 7, 8, 16, 40]), st.sampled_from([0, 0, 0, 1])),

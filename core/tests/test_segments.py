@@ -8,11 +8,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import SegmentError
 from kvbaton.segments import Segments, coalesce, coalesce_one, split
+
+# no test asserts a time on the wall, which is what the default deadline does
+untimed = settings(deadline=None)
 
 Byte = tuple[int, int]
 MAX64 = 2**63 - 1
@@ -105,18 +108,21 @@ class TestValue:
         assert Segments.of(triples).triples() == triples
         assert len(Segments.of([])) == len(Segments.empty()) == Segments.empty().nbytes == 0
 
+    @untimed
     @given(SINGLE, SINGLE)
     def test_equality_is_that_of_triples(self, one, other):
         assert (one == other) == (one.triples() == other.triples())
         assert one == Segments.of(one.triples())
         assert one != one.triples()
 
+    @untimed
     @given(SINGLE)
     def test_copies_are_equal_and_read_only(self, segments):
         for twin in (copy.copy(segments), copy.deepcopy(segments), pickle.loads(pickle.dumps(segments))):  # noqa: S301
             assert twin == segments
             assert not twin.offset.flags.writeable
 
+    @untimed
     @given(SINGLE, st.integers(-12, 12), st.integers(-12, 12))
     def test_a_range_is_that_of_triples(self, segments, first, last):
         part = segments[first:last]
@@ -131,6 +137,7 @@ class TestValue:
         with pytest.raises(TypeError, match="by range"):
             segments[0]
 
+    @untimed
     @given(st.lists(SINGLE, min_size=1, max_size=4))
     def test_concat_keeps_order(self, parts):
         first, *others = parts
@@ -143,6 +150,7 @@ class TestValue:
 
 class TestChecks:
     @pytest.mark.clause("C3.6")
+    @untimed
     @given(SINGLE, st.dictionaries(st.integers(0, 2), st.integers(0, 80), max_size=3))
     def test_bounds_are_those_of_every_byte(self, segments, lengths):
         outside = [at for at, (r, o, n) in enumerate(segments.triples()) if r not in lengths or o + n > lengths[r]]
@@ -160,6 +168,7 @@ class TestChecks:
                 Segments.of([run]).check_bounds({0: 100})
 
     @pytest.mark.clause("C3.2")
+    @untimed
     @given(SINGLE)
     def test_disjoint_is_that_of_every_byte(self, segments):
         touched = every_byte(segments)
@@ -173,6 +182,7 @@ class TestChecks:
 
 class TestWire:
     @pytest.mark.clause("C9.3")
+    @untimed
     @given(SINGLE)
     def test_bytes_and_back(self, segments):
         data = segments.to_bytes()
@@ -181,6 +191,7 @@ class TestWire:
             assert Segments.from_bytes(form) == segments
 
     @pytest.mark.clause("C9.3")
+    @untimed
     @given(st.binary(max_size=90))
     def test_any_bytes_are_segments_or_refused(self, data):
         try:
@@ -200,6 +211,7 @@ class TestWire:
 
 class TestCoalesce:
     @pytest.mark.clause("C3.2")
+    @untimed
     @given(PAIRS)
     def test_the_same_bytes_in_the_fewest_segments(self, pair):
         merged = coalesce(*pair)
@@ -209,6 +221,7 @@ class TestCoalesce:
         for sides in neighbours:
             assert not all(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in sides)
 
+    @untimed
     @given(SINGLE)
     def test_one_list_alone(self, segments):
         merged = coalesce_one(segments)
@@ -234,6 +247,7 @@ class TestCoalesce:
 
 class TestSplit:
     @pytest.mark.clause("C3.2", "C3.6")
+    @untimed
     @given(PAIRS, st.integers(1, 30), st.integers(1, 5), st.integers(1, 4))
     def test_limits_are_kept_and_no_byte_is_lost_or_doubled(self, pair, max_bytes, max_segments, alignment):
         if max_bytes < alignment:
@@ -253,12 +267,14 @@ class TestSplit:
         pieces = [triple for source, _ in batches for triple in source.triples()]
         assert pieces == [piece for run in pair[0].triples() for piece in cut(run, max_bytes, alignment)]
 
+    @untimed
     @given(PAIRS, st.integers(1, 30), st.integers(1, 5))
     def test_batches_are_full(self, pair, max_bytes, max_segments):
         batches = [source for source, _ in split(*pair, max_bytes, max_segments)]
         for batch, following in pairwise(batches):
             assert len(batch) == max_segments or batch.nbytes + following.length[0] > max_bytes
 
+    @untimed
     @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 5))
     def test_aligned_lists_stay_aligned(self, lengths, quanta, alignment):
         source = Segments.of([(0, i * 100 * alignment, n * alignment) for i, n in enumerate(lengths)])
