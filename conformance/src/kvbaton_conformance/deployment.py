@@ -130,6 +130,8 @@ class StageSeat:
     engine_frozen: bool = False
     #: Device work completes by itself.
     device_runs: bool = True
+    #: Bytes on its stepped wire move.
+    flows: bool = True
     joined: bool = False
 
     @property
@@ -420,7 +422,7 @@ class Deployment:
 
     def _wires(self) -> Iterator[StageSeat]:
         # a dead stage's too: what it had begun still lands
-        return (seat for seat in (*self.seats.values(), *self._former) if self.stepped)
+        return (seat for seat in (*self.seats.values(), *self._former) if self.stepped and seat.flows)
 
     def hold(self) -> None:
         """No chunk comes to its end from now on: the bytes wait where the wire is stepped, else what is said of them
@@ -438,7 +440,7 @@ class Deployment:
             seat.gate.let_go()
             seat.gate.of = lambda transfer: True
             seat.frozen = seat.engine_frozen = False
-            seat.device_runs = True
+            seat.device_runs = seat.flows = True
         self.let_mail_go()
 
     def run_until(

@@ -5,7 +5,9 @@ A module per contract, so that the report reads as the contract does.
 
 from __future__ import annotations
 
+from kvbaton_conformance.suite.handoff.evidence import Evidence
 from kvbaton_conformance.suite.handoff.identity import Identity
+from kvbaton_conformance.suite.handoff.lifetime import Lifetime
 from kvbaton_conformance.suite.handoff.reservation import Reservations
 from kvbaton_conformance.suite.handoff.validity import Validity
 
@@ -14,5 +16,7 @@ class HandoffConformance(
     Identity,
     Reservations,
     Validity,
+    Evidence,
+    Lifetime,
 ):
     """A whole hand-off over a connector against the C clauses that a transport can break."""
