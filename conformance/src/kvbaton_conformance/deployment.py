@@ -371,6 +371,10 @@ class Deployment:
         """A stage says ``message`` to the coordinator, again or out of turn."""
         self.seats[name].stage.channel.send(message)
 
+    def waits(self, kind: type[messages.Message]) -> bool:
+        """Whether a message of a kind has come from a stage and is held."""
+        return any(isinstance(getattr(event, "message", None), kind) for event in self._inbox)
+
     def _send(self, peer: PeerId, message: messages.Message) -> None:
         if ("to", peer.name) in self._held_mail:
             self._outbox.append((peer, message))
@@ -606,9 +610,13 @@ class Deployment:
         self.check_balance(returned_twice=returned_twice)
         self.close(turns)
 
+    def stop(self, cause: str = "stopped by the test") -> None:
+        """Fatal shutdown: the coordinator ends everything (C6.2)."""
+        self._carry_out(self.coordinator.fatal(cause, self.clock()))
+
     def close(self, turns: int = TURNS) -> None:
         """Stop every stage; each must end as ordered."""
-        self._carry_out(self.coordinator.fatal("the test is over", self.clock()))
+        self.stop("the test is over")
         self.run_until(
             lambda: all(seat.over for seat in self.seats.values()), "C6.2: every stage drains, closes and ends", turns
         )

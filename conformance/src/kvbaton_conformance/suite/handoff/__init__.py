@@ -6,6 +6,7 @@ A module per contract, so that the report reads as the contract does.
 from __future__ import annotations
 
 from kvbaton_conformance.suite.handoff.evidence import Evidence
+from kvbaton_conformance.suite.handoff.failure import Failure
 from kvbaton_conformance.suite.handoff.identity import Identity
 from kvbaton_conformance.suite.handoff.lifetime import Lifetime
 from kvbaton_conformance.suite.handoff.reservation import Reservations
@@ -18,5 +19,6 @@ class HandoffConformance(
     Validity,
     Evidence,
     Lifetime,
+    Failure,
 ):
     """A whole hand-off over a connector against the C clauses that a transport can break."""

@@ -57,9 +57,7 @@ class Evidence(DeploymentTopic):
         p, d = (world.seats[name] for name in ("prefill-0", "decode-0"))
         world.run_until(lambda: world.p is SourcePhase.COMMITTED, "C4: P submits its last chunk")
         count = len(p.gate.submitted)
-        world.run_until(
-            lambda: d.guard.statistics()["receipts_total"] >= count, "T3: D sees a receipt of every chunk"
-        )
+        world.run_until(lambda: d.guard.statistics()["receipts_total"] >= count, "T3: D sees a receipt of every chunk")
         world.settle()
         require(
             world.d is DestinationPhase.RESERVED, "C4.2", "D has received although it does not know the number of chunks",

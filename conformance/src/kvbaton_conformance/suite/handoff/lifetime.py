@@ -96,9 +96,7 @@ class Lifetime(DeploymentTopic):
             world.d is DestinationPhase.HELD, "C5.2", "D let go of memory that a writer may still touch",
             expected="HELD until P has retired", seen=world.d,
         )  # fmt: skip
-        theirs = {
-            block for t in d.phases if t != answer.transfer for table in d.engine.tables(t) for block in table
-        }
+        theirs = {block for t in d.phases if t != answer.transfer for table in d.engine.tables(t) for block in table}
         require(
             not mine & theirs, "C5.2", "blocks of a cancelled transfer were given away with its writer under way",
             seen=sorted(mine & theirs),
@@ -210,7 +208,7 @@ class Lifetime(DeploymentTopic):
         world.submit("a", REQUEST)
         boundaries.committed(world)
         p, d = (world.seats[name] for name in ("prefill-0", "decode-0"))
-        world._carry_out(world.coordinator.fatal("stopped by the test", world.clock()))
+        world.stop()
         world.settle()
         require(
             not p.gate.called("close") and not d.gate.called("close") and not p.stage.ended, "C5.4",

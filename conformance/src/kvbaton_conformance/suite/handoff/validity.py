@@ -53,7 +53,9 @@ class Validity(DeploymentTopic):
 
     @pytest.mark.clause("C3.2", "C3.6")
     @pytest.mark.mode("in-process")
-    def test_each_byte_is_written_once_and_within_limits(self, open_deployment: OpenDeployment, subject: Subject) -> None:
+    def test_each_byte_is_written_once_and_within_limits(
+        self, open_deployment: OpenDeployment, subject: Subject
+    ) -> None:
         """Four planes and chunks of at most three segments: no byte twice, none missing, no chunk too large."""
         segments = min(3, subject.capabilities.max_segments)
         world = open_deployment(
