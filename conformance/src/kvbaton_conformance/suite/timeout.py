@@ -91,7 +91,7 @@ class Timeout(ConnectorTopic):
         )
 
     @pytest.mark.clause("T8")
-    def test_the_quarantine_is_bounded(self, ends: Ends) -> None:
+    def test_late_memory_is_bounded(self, ends: Ends) -> None:
         """More is late than the limit allows: the stage is told to stop, and nothing more is accepted."""
         limits = GuardLimits(quarantine_bytes=256)
         pair = ends.pair(manual_clock=True, chunk_deadline=_DEADLINE, limits=limits)
