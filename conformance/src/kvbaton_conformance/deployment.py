@@ -206,6 +206,8 @@ class Deployment:
         self.launcher_runs = True
         #: Stepped bytes move by themselves.
         self.flow = True
+        #: Every word about a transfer is delivered twice, in both directions.
+        self.echoing = False
         self._random = None if seed is None else random.Random(seed)
         self.settings, _ = load(overrides={"model": "scripted", **dict(settings or {})})
         self._plugin, self._options = choose_connector(connector, need or Need(), options)
@@ -381,6 +383,8 @@ class Deployment:
             return
         self.mail.append(Mail("to", peer, message))
         self._channels.send(peer, message)
+        if self.echoing and messages.family_of(message) == "transfer":
+            self._channels.send(peer, message)
 
     def _receive(self) -> list[ChannelEvent]:
         waiting: list[ChannelEvent] = []
@@ -500,6 +504,8 @@ class Deployment:
             else:
                 self.mail.append(Mail("from", event.peer, event.message))
                 self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))
+                if self.echoing and messages.family_of(event.message) == "transfer":
+                    self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))
         for seat in self.seats.values():
             if seat.stage.ended and not seat.joined and self.launcher_runs:
                 self._joined(seat)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvbaton import messages
@@ -160,7 +162,7 @@ class Identity(DeploymentTopic):
         """
         placed: list[Pair] = []
 
-        def in_turn(key: RequestKey, request: Request, pairs: list[Pair]) -> Pair:
+        def in_turn(_key: RequestKey, _request: Request, pairs: Sequence[Pair]) -> Pair:
             name = f"decode-{len(placed) % 2}"
             placed.append(next((pair for pair in pairs if pair.decode.name == name), pairs[0]))
             return placed[-1]

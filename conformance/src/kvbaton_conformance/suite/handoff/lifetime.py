@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvbaton import messages
@@ -227,14 +229,14 @@ class Lifetime(DeploymentTopic):
     @pytest.mark.requires("revocable")
     @pytest.mark.mode("in-process")
     def test_a_revocable_transport_frees_d_without_its_writer(self, open_deployment: OpenDeployment) -> None:
-        """P hangs with chunks not yet sent; D revokes and uses the memory for others; then P goes on, unaware of it all.
+        """P hangs with chunks not yet sent; D revokes and uses the memory for others; then P goes on, unaware.
 
         Troubleshooting:
         - "written after it was free": revoke() returned True, and what the writer has posted, or posts later, is
           written all the same.
         """
 
-        def first_then_second(key: RequestKey, what: Request, pairs: list[Pair]) -> Pair:
+        def first_then_second(key: RequestKey, _request: Request, pairs: Sequence[Pair]) -> Pair:
             return next((pair for pair in pairs if pair.prefill.name == f"prefill-{int(key != 'a')}"), pairs[0])
 
         world = open_deployment(stepped=True, prefix_caching=False, prefill=2, choose=first_then_second)
@@ -270,7 +272,7 @@ class Lifetime(DeploymentTopic):
     @pytest.mark.clause("C5.1", "C6.1", "T9")
     @pytest.mark.mode("in-process")
     def test_nothing_is_submitted_after_a_cancel(self, world: Deployment) -> None:
-        """The transport is full when the request is cancelled; when it has room again, the chunks that waited are gone."""
+        """The transport is full when the request is cancelled; when it has room again, what waited is gone."""
         answer = world.submit("a", REQUEST)
         p = world.seats["prefill-0"]
         p.gate.hold("submissions")

@@ -140,14 +140,14 @@ class Validity(DeploymentTopic):
         require(
             (last.sequence, last.nbytes) == (0, world.model.final_bytes), "C3.4",
             "a full hit does not send exactly one chunk with the final payload",
-            expected=f"one chunk of {world.model.final_bytes} bytes", seen=f"chunk {last.sequence}, {last.nbytes} bytes",
+            expected=f"chunk 0 of {world.model.final_bytes} bytes", seen=f"chunk {last.sequence}, {last.nbytes} bytes",
         )  # fmt: skip
         world.finish()
 
     @pytest.mark.clause("C3.5", "T2")
     @pytest.mark.mode("in-process")
     def test_stages_that_mean_different_things_are_not_connected(self, open_deployment: OpenDeployment) -> None:
-        """D's cache has other bytes per token: both connections are refused, and the field and both values are named."""
+        """D's cache has other bytes per token: both sides refuse, and name the field and both values."""
         ours = ScriptedModel(planes=2)
         theirs = ScriptedModel(planes=2, token_bytes=(16, 16, 12, 24))
         world = open_deployment(model=ours, models={Role.PREFILL: ours, Role.DECODE: theirs}, connected=False)
