@@ -635,6 +635,11 @@ class Deployment:
 
     def abandon(self) -> None:
         """Close what is still open, whatever state it is in; checks nothing.  For the end of a test that failed."""
+        for seat in self.seats.values():
+            seat.flows = True
+        if self.stepped:
+            with contextlib.suppress(Exception):
+                self.carry()
         for seat in [*self.seats.values(), *self._former]:
             if not (seat.crashed or seat.guard.closed):
                 _shut(seat.connector, tuple(seat.guard.peer_states()))

@@ -5,6 +5,7 @@ A module per contract, so that the report reads as the contract does.
 
 from __future__ import annotations
 
+from kvbaton_conformance.suite.handoff.agreement import Agreement
 from kvbaton_conformance.suite.handoff.control import Control
 from kvbaton_conformance.suite.handoff.evidence import Evidence
 from kvbaton_conformance.suite.handoff.failure import Failure
@@ -26,5 +27,6 @@ class HandoffConformance(
     Replay,
     Leases,
     Control,
+    Agreement,
 ):
     """A whole hand-off over a connector against the C clauses that a transport can break."""

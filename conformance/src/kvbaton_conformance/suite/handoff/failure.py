@@ -456,6 +456,7 @@ class Failure(DeploymentTopic):
         world.settle()
         p = world.seats["prefill-0"]
         require(not p.stage.ended, "C6.6", "P ended with a chunk outstanding", seen=p.stage.outcome)
+        world.seats["decode-0"].frozen = True
         world.advance(6)
         world.settle()
         outcome = p.stage.outcome

@@ -190,14 +190,15 @@ class Replay(DeploymentTopic):
         answer = world.submit("a", REQUEST)
         boundaries.computing(world)
         t = answer.transfer
-        name, word = {
+        words: dict[str, tuple[str, messages.Message]] = {
             "Received": ("decode-0", messages.Received(t)),
             "Finished": ("decode-0", messages.Finished(t, FinishReason.STOP)),
             "Activated": ("decode-0", messages.Activated(t)),
             "Output": ("decode-0", messages.Output(t, 0, (1,))),
             "Retired by D": ("decode-0", messages.Retired(t)),
             "Retired by P": ("prefill-0", messages.Retired(t)),
-        }[early]
+        }
+        name, word = words[early]
         world.repeat(name, word)
         world.settle()
         blamed: set[PeerId | None] = {violation.peer for violation in world.violations}
