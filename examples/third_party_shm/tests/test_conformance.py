@@ -1,0 +1,7 @@
+"""The contract."""
+
+from kvbaton_conformance import ConnectorConformance
+
+
+class TestShm(ConnectorConformance):
+    connector = "example_shm"
