@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings, hookimpl, load
@@ -24,6 +25,7 @@ from kvbaton.errors import (
     StartupError,
     TransferFailed,
 )
+from kvbaton.stage.worker import stage_settings
 from kvbaton_conformance.scripted import ScriptedEngine
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, plugin, scripted_model
 from kvbaton_loopback import plugin as loopback
@@ -323,3 +325,10 @@ def test_a_connector_instance_takes_the_place_of_a_name() -> None:
     with PDRuntime.start(settings(), connector=Mine()) as runtime:
         assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
     assert sorted(opened) == ["decode-0", "prefill-0"]
+
+
+def test_what_a_stage_is_told_is_plain_json() -> None:
+    """It crosses to a process as text: pydantic's own kinds of numbers are not enough."""
+    chosen = settings(transfer__chunk_bytes="3MiB", stages__devices="0,1")
+    told = msgspec.json.decode(msgspec.json.encode(stage_settings(chosen, 1, "cross_process")))
+    assert Settings.model_validate(told["settings"]) == chosen

@@ -165,7 +165,7 @@ class Service:
 
             control = settings.control
             sockets = ZmqCoordinatorChannels(
-                directory=control.dir, max_message=control.max_message, heartbeat=control.heartbeat
+                directory=control.dir, max_message=int(control.max_message), heartbeat=control.heartbeat
             )
             # an orphan has its own shutdown deadline; the watchdog is for one that does not keep it
             return sockets, ProcessLauncher(sockets, orphan_grace=2 * settings.deadline.shutdown)

@@ -6,6 +6,7 @@ reason, so that the application can say it in one line.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -46,7 +47,9 @@ def stage_settings(
     key = "" if connector is None else str(id(connector))
     if connector is not None:
         _given[key] = connector
-    return {"settings": settings.model_dump(mode="json"), "device": device, "reach": reach, "connector": key}
+    # the text: a dump keeps pydantic's own kinds of numbers, which no other encoder knows
+    plain = json.loads(settings.model_dump_json())
+    return {"settings": plain, "device": device, "reach": reach, "connector": key}
 
 
 def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
