@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import tracemalloc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from kvbaton_conformance.leaks import holdings, left_behind
 
@@ -21,46 +19,29 @@ _CONTAINERS = (dict, set, list, deque)
 
 
 class Growth:
-    """Allocations and containers that have grown since its making.
+    """What can be reached and has grown since its making.
 
-    Memory of Python objects by the line that allocated it, entries of containers by who holds the container, and
-    everything of :mod:`kvbaton_conformance.leaks`.  What a native library allocates for itself is not seen.
+    Entries of containers, by who holds the container; objects, by their type; and everything of
+    :mod:`kvbaton_conformance.leaks`.  What a native library allocates for itself is not seen.
     """
 
-    _open: ClassVar[int] = 0
-
     def __init__(self) -> None:
-        gc.collect()
         self._held = holdings()
+        gc.collect()
         self._lengths = {id(container): len(container) for container in _containers(8)}
-        if not Growth._open:
-            tracemalloc.start()
-        Growth._open += 1
-        self._before = tracemalloc.take_snapshot()
+        self._counts = _counts()
 
     def per(self, count: int) -> list[str]:
-        """What has grown by at least one in two rounds of ``count``, in words.  Ends the watch."""
+        """What has grown by at least one in two rounds of ``count``, in words."""
         gc.collect()
-        after = tracemalloc.take_snapshot()
-        containers = list(self._grown(int(count * _SLACK)))
-        held = self.held()
-        here = Path(__file__).parent
-        ours = [tracemalloc.Filter(False, str(here / f"{name}.py")) for name in _KIT]
-        ours.append(tracemalloc.Filter(False, tracemalloc.__file__))
-        differences = after.filter_traces(ours).compare_to(self._before.filter_traces(ours), "lineno")
-        lines = [
-            f"{difference.count_diff} objects of {count} rounds, allocated at"
-            f" {difference.traceback[0].filename}:{difference.traceback[0].lineno}"
-            for difference in differences
-            if difference.count_diff > count * _SLACK
-        ]
-        return containers + lines + held
+        least = int(count * _SLACK)
+        found = list(self._grown(least))
+        more = {name: number - self._counts[name] for name, number in _counts().items()}
+        found += [f"{number} objects more of type {name}" for name, number in sorted(more.items()) if number > least]
+        return found + self.held()
 
     def held(self) -> list[str]:
-        """Threads, descriptors and the like that have come, in words.  Ends the watch."""
-        Growth._open -= 1
-        if not Growth._open:
-            tracemalloc.stop()
+        """Threads, descriptors and the like that have come, in words."""
         return left_behind(self._held)
 
     def _grown(self, least: int) -> Iterator[str]:
@@ -76,6 +57,21 @@ def _containers(least: int) -> Iterator[Any]:
             yield thing
 
 
+def _counts() -> Counter[str]:
+    """How many objects of each type can be reached, those included that the collector does not track."""
+    counts: Counter[str] = Counter()
+    seen: set[int] = set()
+    for thing in gc.get_objects():
+        for one in (thing, *gc.get_referents(thing)):
+            if id(one) not in seen:
+                seen.add(id(one))
+                kind = type(one)
+                counts[f"{kind.__module__}.{kind.__qualname__}"] += 1
+    # integers come and go with every count that anybody keeps, these included
+    del counts["builtins.int"]
+    return counts
+
+
 def _owner(container: Any) -> str:
     """Which attribute of which object holds a container; nothing where it is the kit's, the interpreter's or nobody's.
 
@@ -85,7 +81,7 @@ def _owner(container: Any) -> str:
         holders = gc.get_referrers(referrer) if type(referrer) is dict else [referrer]
         for holder in holders:
             kind = type(holder)
-            if kind.__module__.partition(".")[0] in ("builtins", "_pytest", "pytest", "pluggy", "tracemalloc"):
+            if kind.__module__.partition(".")[0] in ("builtins", "_pytest", "pytest", "pluggy"):
                 continue
             if kind.__module__ in {f"kvbaton_conformance.{name}" for name in _KIT}:
                 continue

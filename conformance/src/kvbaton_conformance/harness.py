@@ -234,6 +234,10 @@ class LocalEnd(End):
     def apply(self, action: Callable[..., T], *arguments: Any) -> T:
         return action(self, *arguments)
 
+    def let_go(self) -> None:
+        """Drop connector and memory: the end can only be asked for what it has heard any more."""
+        del self.connector, self.guard, self.memory, self._witness
+
     def _forget_books(self) -> None:
         self._expected.clear()
         self._witness.forget()

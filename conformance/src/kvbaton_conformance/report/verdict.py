@@ -60,6 +60,8 @@ class ClauseRow:
             return "known failure"
         if self.counts["passed"]:
             return "holds"
+        if not any(self.counts.values()):
+            return "unjudged"  # its tests found another clause broken
         words: tuple[Outcome, ...] = ("unrun", "unavailable")
         for outcome in words:
             if self.counts[outcome]:

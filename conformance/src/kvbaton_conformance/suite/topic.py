@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from kvbaton.identity import PeerId
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause
-from kvbaton_conformance.harness import REGIONS, End, Pace, Pair, close_ends, open_end, steady
+from kvbaton_conformance.harness import REGIONS, End, LocalEnd, Pace, Pair, close_ends, open_end, steady
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Mode, Reference, Subject, SubjectRefused, resolve
 from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
@@ -197,6 +197,12 @@ class Ends:
         else:
             end.guard.close()
 
+    def done(self, end: End) -> None:
+        """Close one end before the test is over, as :meth:`close` does it."""
+        self._ends.remove(end)
+        problems = end.problems() + self._close(end)
+        _raise_first(problems)
+
     def close(self) -> None:
         """As at the end of every test: resume what was stopped, look at what each plugin did, close.
 
@@ -219,10 +225,8 @@ class Ends:
                 ]
         for end in self._ends:
             problems += self._close(end)
-        if problems:
-            clause, _, first = problems[0].partition(": ")
-            others = [f"and: {other}" for other in dict.fromkeys(problems[1:]) if other != problems[0]]
-            raise ClauseBroken(clause, "\n".join([first, *others]))
+        self._ends.clear()
+        _raise_first(problems)
 
     def _close(self, end: End) -> list[str]:
         if isinstance(end, RemoteEnd):
@@ -241,12 +245,22 @@ class Ends:
             close_ends([end])
         except Exception as error:
             return [_clause_first("T10", f"{end.peer} could not be closed: {error}")]
-        return self._unbalanced(end)
+        problems = self._unbalanced(end)
+        if isinstance(end, LocalEnd):
+            end.let_go()
+        return problems
 
     def _unbalanced(self, end: End) -> list[str]:
         figures = end.guard.statistics()
         held = {name: figures[name] for name in ("inflight_bytes", "inflight_chunks", "quarantined_bytes")}
         return [f"T6: {end.peer} is closed and its budget has not come back: {held}"] if any(held.values()) else []
+
+
+def _raise_first(problems: Sequence[str]) -> None:
+    if problems:
+        clause, _, first = problems[0].partition(": ")
+        others = [f"and: {other}" for other in dict.fromkeys(problems[1:]) if other != problems[0]]
+        raise ClauseBroken(clause, "\n".join([first, *others]))
 
 
 def _clause_first(clause: str, text: str) -> str:
