@@ -645,6 +645,9 @@ class Deployment:
                 _shut(seat.connector, tuple(seat.guard.peer_states()))
             seat.engine.close()
         self._channels.close()
+        self.seats.clear()
+        self._former.clear()
+        self.between = lambda: None
 
     def describe(self) -> str:
         """Where everything stands."""

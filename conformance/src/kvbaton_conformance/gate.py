@@ -98,6 +98,7 @@ class Gate:
         self._completions: list[Completion] = []
         self._receipts: list[Receipt] = []
         self._peers: list[PeerEvent] = []
+        self._injected: list[Completion | Receipt | PeerEvent] = []
         self._failures: deque[_Failure] = deque()
 
     # -- what a test says --------------------------------------------------------------------------------------------
@@ -123,14 +124,8 @@ class Gate:
         self._failures.append(_Failure(error, source_quiet, target_quiet, raises))
 
     def inject(self, event: Completion | Receipt | PeerEvent) -> None:
-        """Report ``event`` at the next poll, whether or not it is true."""
-        match event:
-            case Completion():
-                self._completions.append(event)
-            case Receipt():
-                self._receipts.append(event)
-            case PeerEvent():
-                self._peers.append(event)
+        """Report ``event`` at the next poll, whether or not it is true, and whatever is held."""
+        self._injected.append(event)
 
     def set_aside(self) -> list[Receipt]:
         """Take the receipts that are held away; :meth:`inject` gives each back."""
@@ -182,6 +177,15 @@ class Gate:
         if self.weather is not None:
             receipts += self.weather.echoes(receipts)
         peers, self._peers = self._peers, []
+        injected, self._injected = self._injected, []
+        for event in injected:
+            match event:
+                case Completion():
+                    completions.append(event)
+                case Receipt():
+                    receipts.append(event)
+                case PeerEvent():
+                    peers.append(event)
         return Progress(tuple(completions), tuple(receipts), tuple(peers)) or IDLE
 
     def _take(self, what: Held, waiting: list[Any]) -> list[Any]:

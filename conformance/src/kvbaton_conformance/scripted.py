@@ -292,7 +292,7 @@ class ScriptedEngine:
             regions = [MemoryRegion.of_array(i, np.zeros(size, np.uint8)) for i, size in enumerate(sizes)]
         else:
             regions = [allocate(i, "host", 0, size) for i, size in enumerate(sizes)]
-        self._regions = regions
+        self._regions = list(regions)
         self._memory, self._finals = regions[0].view(), regions[1].view()
         self._memory[:] = _POISON
         self._finals[:] = _POISON
@@ -426,6 +426,8 @@ class ScriptedEngine:
 
     def close(self) -> None:
         self._queue.clear()
+        self._regions = []
+        self._memory = self._finals = np.zeros(0, np.uint8)
 
     # -- compute -----------------------------------------------------------------------------------------------------
 

@@ -170,7 +170,6 @@ class Replay(DeploymentTopic):
         d = world.seats["decode-0"]
         (writer,) = [mail.peer for mail in world.mail if isinstance(mail.message, messages.Prefill)]
         (other,) = [s.peer for s in world.seats.values() if s.peer.name.startswith("prefill") and s.peer != writer]
-        d.gate.let_go()
         d.gate.inject(Receipt(other, answer.transfer, 0))
         world.settle()
         failed_because(answer, "C7.2")

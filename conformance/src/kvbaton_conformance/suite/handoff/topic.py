@@ -49,8 +49,8 @@ class DeploymentTopic(HandoffTopic):
             return deployment
 
         yield open_one
-        for deployment in opened:
-            deployment.abandon()
+        while opened:
+            opened.pop().abandon()
 
     @pytest.fixture
     def world(self, open_deployment: OpenDeployment) -> Deployment:
