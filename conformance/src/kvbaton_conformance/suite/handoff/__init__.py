@@ -14,6 +14,7 @@ from kvbaton_conformance.suite.handoff.leases import Leases
 from kvbaton_conformance.suite.handoff.lifetime import Lifetime
 from kvbaton_conformance.suite.handoff.replay import Replay
 from kvbaton_conformance.suite.handoff.reservation import Reservations
+from kvbaton_conformance.suite.handoff.runtime import Runtime
 from kvbaton_conformance.suite.handoff.validity import Validity
 
 
@@ -28,5 +29,6 @@ class HandoffConformance(
     Leases,
     Control,
     Agreement,
+    Runtime,
 ):
     """A whole hand-off over a connector against the C clauses that a transport can break."""
