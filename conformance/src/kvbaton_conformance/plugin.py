@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("kvbaton_conformance.suite", "kvbaton_conformance.harness")
 
+#: Seconds that one standard test may take; every wait within a test is bound by much less.
+TEST_BOUND = 90.0
+
 LEVELS = ("connector", "handoff", "engine", "guard")
 _SUITE = "kvbaton_conformance.suite"
 
@@ -305,6 +308,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("mode", modes or wanted[:1])
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """``-k visibility`` and ``-k T3`` select a topic and a clause."""
+    judged = _judged(item)
+    name = getattr(item, "originalname", item.name)
+    if judged is not None and name in judged.tests:
+        item.extra_keyword_matches.update(judged.tests[name].__module__.removeprefix(_SUITE + ".").split("."))
+        item.extra_keyword_matches.update(str(id) for mark in item.iter_markers("clause") for id in mark.args)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kit = config.stash[KIT]
@@ -421,6 +433,16 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    if item.nodeid not in item.config.stash[KIT].results:
+        return (yield)
+    from kvbaton_conformance.deadline import deadline
+
+    with deadline(TEST_BOUND):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -565,12 +587,16 @@ def _verdict(config: pytest.Config) -> Verdict:
 
 def _write(folder: Path, verdict: Verdict) -> None:
     content = {
-        "verdict": verdict.sentence, "conforms": verdict.conforms, "subjects": verdict.subjects,
+        "verdict": verdict.sentence, "conforms": verdict.conforms, "partial": verdict.partial, "subjects": verdict.subjects,
         "environment": verdict.header, "problems": verdict.problems, "seconds": round(verdict.seconds, 2),
         "clauses": [{"id": row.id, "verdict": row.word, **row.counts} for row in verdict.rows],
         "tests": [asdict(result) for result in verdict.results],
     }  # fmt: skip
+    from kvbaton_conformance.report.page import badge, page
+
     (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / "conformance.html").write_text(page(verdict), encoding="utf-8")
+    (folder / "badge.md").write_text(badge(verdict), encoding="utf-8")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -586,6 +612,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for row in verdict.rows:
         colour = {"BROKEN": {"red": True}, "holds": {"green": True}}.get(row.word, {"yellow": True})
         write(f"{row.id:8}{row.word:16}" + "".join(f"{row.counts[word] or '':>12}" for word in OUTCOMES), **colour)
+    for reason in verdict.reasons:
+        write(reason)
     for problem in verdict.problems:
         write(f"error: {problem}", red=True)
-    write(verdict.sentence, bold=True, green=verdict.conforms and not verdict.partial, red=not verdict.conforms)
+    bad = bool(verdict.problems or verdict.count("failed"))
+    write(verdict.sentence, bold=True, green=verdict.conforms, red=bad)

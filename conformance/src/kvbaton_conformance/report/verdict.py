@@ -89,7 +89,18 @@ class Verdict:
 
     @property
     def conforms(self) -> bool:
-        return bool(self.results) and not self.problems and not self.count("failed")
+        tried = self.count("passed") + self.count("known")
+        return bool(tried) and not (self.partial or self.problems or self.count("failed"))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why tests are absent or unavailable, and how many for each reason."""
+        found: dict[str, int] = {}
+        for result in self.results:
+            if result.outcome in ("absent", "unavailable", "known"):
+                reason = f"{result.outcome}, {{}} tests: {result.message.splitlines()[0]}"
+                found[reason] = found.get(reason, 0) + 1
+        return [reason.replace("{}", str(count), 1) for reason, count in found.items()]
 
     @property
     def sentence(self) -> str:
@@ -102,6 +113,8 @@ class Verdict:
             return f"NO VERDICT on {who}: {self.problems[0]}"
         if not self.results:
             return "NO VERDICT: no standard test ran"
+        if not self.count("passed") + self.count("known"):
+            return f"NO VERDICT on {who}: nothing could be tried here"
         if self.partial:
             return f"NO VERDICT on {who}: a part of the suite passed ({self.count('passed')} tests)"
         known = self.count("known")

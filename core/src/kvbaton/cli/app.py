@@ -243,6 +243,59 @@ def _builtin(value: object) -> object:
     return str(value)
 
 
+@app.command("conformance")
+def conformance_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="The connector: an entry point's name, or module:object.", show_default=False
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    transport_option: TransportOption = None,
+    level: Annotated[
+        str, typer.Option("--level", metavar="LEVEL", help="connector (two ends), handoff (whole hand-offs), or all.")
+    ] = "all",
+    select: Annotated[
+        str | None, typer.Option("-k", metavar="EXPRESSION", help="Only tests that match: a look, not a verdict.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Write the verdict there: a page, JSON, JUnit, a badge."),
+    ] = None,
+    known_failures: Annotated[
+        Path | None, typer.Option("--known-failures", metavar="FILE", help="TOML file of failures that are known.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Of everything that is drawn.")] = None,
+    require_env: Annotated[
+        bool, typer.Option("--require-env", help="Hardware that is absent is an error, not a skip.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A line for each test.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Judge a connector by the contract, clause by clause: exit status 0 where it conforms, 1 where it does not."""
+    _begin(debug)
+    with explained(debug=debug):
+        from kvbaton.cli.conformance import Order, judge, options_of
+
+        if level not in ("connector", "handoff", "all"):
+            raise SettingsError(f"--level {level}: write connector, handoff or all", key="", origin=None)
+        options: dict[str, Any] = {}
+        if config is not None or name is None:
+            settings, _ = load(config, {}, os.environ, defaults={"model": "(not set)"})
+            name = name or settings.transport.name
+            if name == settings.transport.name:
+                options.update(settings.transport.options)
+        if name == "auto":
+            raise SettingsError(
+                "which connector? Write kvbaton conformance NAME, or set transport.name; kvbaton plugins lists them",
+                key="transport.name", origin=None,
+            )  # fmt: skip
+        options.update(options_of(transport_option or ()))
+        status = judge(Order(name, options, level, select, report, known_failures, seed, require_env, verbose))
+    raise typer.Exit(status)
+
+
 @app.command("config")
 def config_command(
     config: ConfigFile = None,

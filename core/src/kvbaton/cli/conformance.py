@@ -1,0 +1,130 @@
+"""``kvbaton conformance NAME``: the conformance kit as a command.
+
+The suite runs under pytest in a process of its own, in an empty folder, so that no configuration and no conftest of the
+place where it was called can change it.  What that process prints is passed on as it comes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK
+from kvbaton.connector import Need
+from kvbaton.errors import ConfigurationError, OptionsError, PluginUnavailable
+from kvbaton.plugins import choose_connector
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be judged, and how."""
+
+    connector: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    level: str = "all"
+    select: str | None = None
+    report: Path | None = None
+    known_failures: Path | None = None
+    seed: int | None = None
+    require_env: bool = False
+    verbose: bool = False
+
+
+def command(order: Order, report: Path) -> list[str]:
+    """The pytest command for an order; ``report`` is where its verdict is written."""
+    words = [
+        sys.executable, "-P", "-m", "pytest", "--pyargs", "kvbaton_conformance.run",
+        # nothing of the caller's: neither its configuration nor its conftest files nor its cache
+        "-c", os.devnull, "--rootdir", ".", "--noconftest", "-p", "no:cacheprovider", "--strict-markers",
+        "-W", "error", "-v" if order.verbose else "-q", "--color", "yes" if sys.stdout.isatty() else "no",
+        "--tb", "short", "--connector", order.connector,
+        "--conformance-report", str(report), "--conformance-level", order.level,
+    ]  # fmt: skip
+    for key, value in order.options.items():
+        words += ["--connector-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    if order.select is not None:
+        words += ["-k", order.select, "--conformance-partial"]
+    if order.known_failures is not None:
+        words += ["--known-failures", str(order.known_failures.resolve())]
+    if order.seed is not None:
+        words += ["--conformance-seed", str(order.seed)]
+    if order.require_env:
+        words += ["--require-env"]
+    return words
+
+
+def judge(order: Order) -> int:
+    """Run the suite and say the verdict.  The exit status: 0 conforms; 1 does not; 2 there was nothing to judge.
+
+    Raises :class:`~kvbaton.errors.ConfigurationError` where the kit is not installed or the connector cannot be chosen.
+    """
+    if importlib.util.find_spec("kvbaton_conformance") is None:
+        raise ConfigurationError("the conformance kit is not installed: pip install kvbaton-conformance")
+    _look(order)
+    with tempfile.TemporaryDirectory(prefix="kvbaton-conformance-") as folder:
+        report = (order.report or Path(folder, "report")).resolve()
+        report.mkdir(parents=True, exist_ok=True)
+        verdict_file = report / "conformance.json"
+        verdict_file.unlink(missing_ok=True)
+        environment = {
+            name: value for name, value in os.environ.items()
+            if name not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+        }  # fmt: skip
+        # what the caller can import by a relative path, it shall find from the empty folder as well
+        paths = [str(Path(entry).resolve()) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        if ":" in order.connector:
+            paths.append(str(Path.cwd()))
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        process = subprocess.Popen(command(order, report), cwd=folder, env=environment, stdin=subprocess.DEVNULL)
+        status = _wait(process)
+        if not verdict_file.is_file():
+            # it ended before there was a verdict; pytest has said why
+            return INTERRUPTED if status == INTERRUPTED else BAD_INPUT
+        verdict = json.loads(verdict_file.read_text(encoding="utf-8"))
+    if order.report is not None:
+        print(f"report: {order.report / 'conformance.html'}")
+    return OK if status == 0 and (verdict["conforms"] or verdict["partial"]) else FAILED
+
+
+def _look(order: Order) -> None:
+    """Whether there is such a connector, its options are valid, and it can be used here; raises what is wrong."""
+    if ":" in order.connector and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        choose_connector(order.connector, Need("host", "same_process"), dict(order.options))
+    except PluginUnavailable:
+        # one that works between processes only; if it cannot be used at all, this says why
+        choose_connector(order.connector, Need("host", "cross_process"), dict(order.options))
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status.  Ctrl-C reaches the whole group: pytest ends its tests, and is waited for."""
+    interrupted = False
+    while True:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            if interrupted:
+                process.kill()
+            interrupted = True
+        else:
+            return INTERRUPTED if interrupted else status
+
+
+def options_of(pairs: Sequence[str]) -> dict[str, str]:
+    """``KEY=VALUE`` pairs as a mapping.  Raises :class:`~kvbaton.errors.OptionsError`."""
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise OptionsError(f'--transport-option "{pair}": write KEY=VALUE', name="", option=pair)
+        options[key.strip()] = value
+    return options

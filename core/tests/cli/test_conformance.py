@@ -1,0 +1,72 @@
+"""``kvbaton conformance``: what it passes on, what it says, and how it exits."""
+
+import importlib.util
+import json
+
+import pytest
+
+from kvbaton.cli.conformance import Order, command
+
+PART = ("-k", "test_a_chunk_ends_once", "--level", "connector")
+
+
+def test_a_part_of_the_suite_with_a_report(kvbaton, tmp_path, capfd):
+    result = kvbaton("conformance", "loopback", *PART, "--report", str(tmp_path / "out"))
+    assert result.exit_code == 0, capfd.readouterr().out
+    assert "NO VERDICT on loopback: a part of the suite passed" in capfd.readouterr().out
+    verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
+    assert (verdict["conforms"], verdict["partial"]) == (False, True)
+    assert (tmp_path / "out" / "conformance.html").is_file()
+
+
+def test_a_connector_in_the_folder_it_is_called_from(kvbaton, tmp_path, monkeypatch, capfd):
+    (tmp_path / "mine_here.py").write_text("from kvbaton_loopback import plugin\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = kvbaton("conformance", "mine_here:plugin", *PART)
+    assert result.exit_code == 0, capfd.readouterr().out
+
+
+def test_options_come_from_the_file_where_it_names_the_same_transport(kvbaton, tmp_path, capfd):
+    config = tmp_path / "k.toml"
+    config.write_text('[transport]\nname = "loopback"\n[transport.options]\nfail_chunks = [0]\n')
+    result = kvbaton("conformance", "--config", str(config), *PART)
+    assert result.exit_code == 1
+    assert "loopback DOES NOT CONFORM" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nope",), 'no transport "nope"'),
+        (("loopback", "--transport-option", "laps=1"), 'has no option "laps"'),
+        (("loopback", "--transport-option", "laps"), "write KEY=VALUE"),
+        (("loopback", "--level", "engine"), "write connector, handoff or all"),
+        ((), "which connector?"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_line(kvbaton, arguments, said):
+    result = kvbaton("conformance", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_the_kit_it_says_how_to_get_it(kvbaton, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "kvbaton_conformance" else real(name, *rest)
+    )
+    result = kvbaton("conformance", "loopback")
+    assert result.exit_code == 2
+    assert "pip install kvbaton-conformance" in result.stderr
+
+
+def test_nothing_of_the_place_it_is_called_from_gets_into_the_run(tmp_path):
+    words = command(Order("mine", {"lanes": 2, "name": "x"}, seed=7, require_env=True), tmp_path)
+    assert words[words.index("--pyargs") + 1] == "kvbaton_conformance.run"
+    assert "--noconftest" in words
+    assert words[words.index("-c") + 1] == "/dev/null"
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--connector-option"] == ["lanes=2", "name=x"]
+    assert words[words.index("--conformance-seed") + 1] == "7"
+    assert "--require-env" in words
