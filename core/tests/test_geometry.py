@@ -98,13 +98,14 @@ class TestConstruction:
         ),
         st.integers(1, 4),
         st.integers(1, 3),
+        st.one_of(st.none(), st.integers(9, 24)),
     )
-    def test_no_byte_belongs_to_two_components(self, raw, blocks, tokens):
+    def test_no_byte_belongs_to_two_components(self, raw, blocks, tokens, stride):
         """Sharing a byte is always refused; the reverse holds where strides are equal, as in every real layout."""
         components, touched = [], []
         for region, base, gap, size, per_block in raw:
             extent = size * (1 if per_block else tokens)
-            c = Component(region, base, extent + gap, size, "", per_block)
+            c = Component(region, base, stride or extent + gap, size, "", per_block)
             components.append(c)
             touched += [(region, base + b * c.block_stride + i) for b in range(blocks) for i in range(extent)]
         shares = len(touched) != len(set(touched))

@@ -596,3 +596,16 @@ def test_a_final_slot_that_does_not_exist_is_refused(slots):
     planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, slots[1]))
     with pytest.raises(SegmentError, match="final slot"):
         planner.plan(reported(transfer, 4, last=True, slot=slots[0]))
+
+
+@pytest.mark.clause("C3.4")
+def test_a_payload_right_behind_the_last_block_costs_no_segment():
+    """The cache and the slots may be one region: what follows on both sides is one descriptor."""
+    end = 32 * LAYERS * TOKENS * SIZE
+    g = replace(block_major(), final_bytes=8, final_region=0, final_base=end, final_stride=8, final_slots=1)
+    planner = ChunkPlanner(g, LIMITS)
+    planner.peer_up(DECODE, g)
+    transfer = new_transfer_id()
+    planner.begin(transfer, DECODE, Reservation(transfer, ((31,),), 0, 0))
+    (chunk,) = planner.plan(ComputedRange(transfer, 0, 4, (np.array([31]),), None, last=True))
+    assert chunk.source.triples() == chunk.target.triples() == [(0, end - 96, 104)]
