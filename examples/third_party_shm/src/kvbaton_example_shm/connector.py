@@ -94,6 +94,10 @@ class Link:
     closing: bool = False
     cause: Exception | None = None
 
+    def greets(self, peer: PeerId) -> bool:
+        """Whether ``peer`` may say hello here: the one that we called, or anybody who calls, and once."""
+        return self.file is None and self.peer in (None, peer)
+
 
 class ShmConnector(ConnectorBase):
     """The promises are those of :class:`~kvbaton.connector.TransferConnector`; comments say where each is kept."""
@@ -129,8 +133,8 @@ class ShmConnector(ConnectorBase):
         if kind != "host" or nbytes < 1:
             raise CapabilityError(f"T1: region {id}: there are no {nbytes} bytes of {kind} memory to share", region=id)
         offset = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.posix_fallocate(self._file, offset, nbytes)  # what there is no room for fails here, not at its first write
         self._size = offset + nbytes
+        os.ftruncate(self._file, self._size)
         self._places[id] = (offset, nbytes)
         self._memory[id] = mapped(self._file, nbytes, offset)
         return MemoryRegion.of_array(id, self._memory[id])
@@ -268,7 +272,7 @@ class ShmConnector(ConnectorBase):
                 case None:
                     self._flush(link)
                     return
-                case Hello(me, you), file if file is not None and you == self.peer and link.peer in (None, me):
+                case Hello(me, you), file if file is not None and you == self.peer and link.greets(me):
                     link.peer, link.file = me, file
                     self._match(link)
                 case Arrived(transfer, sequence), _ if link.peer is not None and link not in self._callers:
@@ -316,6 +320,8 @@ class ShmConnector(ConnectorBase):
         A process loses its mappings before its descriptors, and no child inherits them (``MADV_DONTFORK``).
         """
         self._selector.unregister(link.socket)
+        with contextlib.suppress(OSError):
+            link.socket.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy of the descriptor
         link.socket.close()
         if link in self._callers:
             self._callers.remove(link)

@@ -1,13 +1,7 @@
 """One stage's end of the transport.
 
-A source sends a chunk; the destination reads its bytes into their place, if it has granted that transfer, or into the
-void, and answers.  What travels is a sequence of frames, ``kind (1 byte), size (4), body (size)``, little-endian:
-
-======  ================================================================================
-hello   who I am, whom I mean, and the secret that stands in your endpoint
-chunk   transfer (16 bytes), sequence (8), target segments (20 each); the payload follows
-result  transfer (16), sequence (8), 1 if the chunk was taken, 0 if it was refused
-======  ================================================================================
+A source sends a chunk; the destination reads its bytes into their place, if it has granted that transfer, or else into
+the void, and answers whether it took them.  :mod:`kvbaton_example_stream.frames` has what travels.
 
 What is quiet when?  The source's bytes once the kernel has the last one; the target's once the destination has
 answered.  Both are known with the answer, so that is when a chunk completes.  Where no answer comes, because the
@@ -24,7 +18,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +25,6 @@ from itertools import islice, repeat
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 from kvbaton.connector import (
     IDLE,
@@ -52,30 +44,21 @@ from kvbaton.errors import (
     PeerLost,
     ProtocolViolation,
     RegistrationError,
-    SegmentError,
     TransportError,
 )
 from kvbaton.identity import PeerId, TransferId
-from kvbaton.segments import Segments, coalesce_one
+from kvbaton.segments import Segments
 from kvbaton_example_stream import CAPABILITIES, StreamOptions
+from kvbaton_example_stream.buffers import VOID, advance, void
+from kvbaton_example_stream.frames import HEAD, Announced, Hello, Key, Result, read_body, read_head
+from kvbaton_example_stream.grants import Grant
 
-HELLO, CHUNK, RESULT = range(3)
-HEAD = struct.Struct("<BI")
-KEY = struct.Struct("<16sQ")
-TAKEN = struct.Struct("<16sQ?")
-
-#: The longest body: a chunk of as many segments as we declare.
-MAX_BODY = KEY.size + 20 * CAPABILITIES.max_segments
 #: What one ``poll()`` moves over one socket at most: its work is bounded, and no peer keeps another waiting.
 BYTES_PER_POLL = 4 << 20
 #: Buffers that one system call takes.
 MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 #: Callers that ``connect`` has not named yet; more are turned away.
 MAX_CALLERS = 64
-#: Where refused bytes go.
-VOID = memoryview(bytearray(64 << 10))
-
-Key = tuple[TransferId, int]
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,19 +68,13 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: bytes
 
 
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    me: PeerId
-    you: PeerId
-    secret: bytes
-
-
 @dataclass(eq=False)
-class Frame:
-    """Something to send, with the source bytes of a chunk behind it."""
+class Post:
+    """A frame to send, and the source bytes of a chunk behind it."""
 
-    head: bytes
+    frame: bytes
     source: Segments = field(default_factory=Segments.empty)
-    #: What is left of it.  ``None``: not started, so that a chunk can still be cancelled.
+    #: What is left of both.  ``None``: not started, so that a chunk can still be cancelled.
     left: deque[memoryview] | None = None
 
 
@@ -114,31 +91,11 @@ class Link:
     #: What is left of those buffers, and the transfer whose target they are.
     buffers: deque[memoryview] = field(default_factory=deque)
     landing: TransferId | None = None
-    outgoing: deque[Frame] = field(default_factory=deque)
+    outgoing: deque[Post] = field(default_factory=deque)
     #: Accepted and not completed: waiting in ``outgoing``, or waiting for the answer.
-    chunks: dict[Key, Frame] = field(default_factory=dict)
+    chunks: dict[Key, Post] = field(default_factory=dict)
     closing: bool = False
     cause: Exception | None = None
-
-
-class Grant:
-    """What one peer may write for one transfer."""
-
-    def __init__(self, peer: PeerId, target: Segments) -> None:
-        order = np.lexsort((target.offset, target.region))
-        self.peer = peer
-        self._runs = coalesce_one(Segments(target.region[order], target.offset[order], target.length[order]))
-
-    def covers(self, target: Segments) -> bool:
-        """Whether each segment lies within a granted run."""
-        for region in np.unique(target.region):
-            asked, runs = target.region == region, self._runs.region == region
-            starts = self._runs.offset[runs]
-            ends = np.append(starts + self._runs.length[runs], 0)  # the last is that of "before the first run"
-            at = np.searchsorted(starts, target.offset[asked], side="right") - 1
-            if (target.offset[asked] + target.length[asked] > ends[at]).any():
-                return False
-        return True
 
 
 class StreamConnector(ConnectorBase):
@@ -194,7 +151,7 @@ class StreamConnector(ConnectorBase):
     def _divert(self, link: Link) -> None:
         if link.landing is not None:
             link.landing = None
-            link.buffers = deque(_void(sum(map(len, link.buffers))))
+            link.buffers = deque(void(sum(map(len, link.buffers))))
 
     # -- the handshake (T2) ------------------------------------------------------------------------------------------
 
@@ -235,8 +192,7 @@ class StreamConnector(ConnectorBase):
 
     def _greet(self, link: Link) -> None:
         assert link.peer is not None
-        hello = Hello(self.peer, link.peer, self._named[link.peer].secret)
-        self._say(link, Frame(_frame(HELLO, msgspec.msgpack.encode(hello))))
+        self._say(link, Post(Hello(self.peer, link.peer, self._named[link.peer].secret).frame()))
 
     def _answer(self) -> None:
         """Somebody calls.  Any process can; it will be heard if it knows the secret."""
@@ -262,65 +218,55 @@ class StreamConnector(ConnectorBase):
     # -- what a peer says --------------------------------------------------------------------------------------------
 
     def _listen(self, link: Link) -> Iterator[Iterable[memoryview]]:
-        """Frame after frame; whatever is not one in its place is an error (C9.3)."""
+        """Frame after frame.  Raises :class:`~kvbaton.errors.ProtocolViolation` for one that is out of place (C9.3)."""
         while True:
             head = bytearray(HEAD.size)
             yield [memoryview(head)]
-            kind, size = HEAD.unpack(head)
-            if not 0 < size <= MAX_BODY:
-                raise ProtocolViolation("C9.3", f"{link.peer} sent a frame of {size} bytes", peer=link.peer)
+            kind, size = read_head(head)
             body = bytearray(size)
             yield [memoryview(body)]
-            if kind == HELLO and not link.up:
-                self._hello(link, body)
-            elif kind == CHUNK and link.up:
-                yield from self._chunk(link, body)
-            elif kind == RESULT and link.up:
-                self._result(link, body)
-            else:
-                raise ProtocolViolation("C9.3", f"{link.peer} sent a frame of kind {kind}", peer=link.peer)
+            match read_body(kind, body):
+                case Hello() as hello if not link.up:
+                    self._hello(link, hello)
+                case Announced(key, target) if link.up:
+                    yield from self._land(link, key, target)
+                case Result(key, taken) if link.up:
+                    self._result(link, key, taken)
+                case other:
+                    raise ProtocolViolation("C9.3", f"{type(other).__name__} is out of place", peer=link.peer)
 
-    def _hello(self, link: Link, body: bytearray) -> None:
+    def _hello(self, link: Link, hello: Hello) -> None:
         """For this epoch of us, and not for an earlier one (C1.4)."""
-        hello = msgspec.msgpack.decode(body, type=Hello)
         known = hmac.compare_digest(hello.secret, self._secret)
         if not known or hello.you != self.peer or link.peer not in (None, hello.me):
             raise ProtocolViolation("T2", f"{hello.me} calls {hello.you}, not {self.peer}", peer=hello.me)
         link.peer = hello.me
         self._match(link)
 
-    def _chunk(self, link: Link, body: bytearray) -> Iterator[Iterable[memoryview]]:
+    def _land(self, link: Link, key: Key, target: Segments) -> Iterator[Iterable[memoryview]]:
+        """Read a payload into its place, if this peer may write there, and answer."""
         assert link.peer is not None
-        name, sequence = KEY.unpack_from(body)
-        transfer = TransferId(name.hex())
-        target = Segments.from_bytes(memoryview(body)[KEY.size :])
-        target.check_bounds({id: len(memory) for id, memory in self._memory.items()}, f"a chunk of {link.peer}")
         if target.nbytes > CAPABILITIES.max_chunk_bytes:
-            raise ProtocolViolation("C9.3", f"{link.peer} sent a chunk of {target.nbytes} bytes", peer=link.peer)
-        grant = self._grants.get(transfer)
+            raise ProtocolViolation("C9.3", f"chunk {key} has {target.nbytes} bytes", peer=link.peer)
+        grant = self._grants.get(key[0])
         if grant is not None and grant.peer == link.peer and grant.covers(target) and not link.closing:
-            link.landing = transfer
+            link.landing = key[0]
             yield self._views(target)
         else:
-            yield _void(target.nbytes)
-        taken = link.landing is not None  # still: revoke and disconnect divert what comes in after them
-        if taken:
-            self._receipts.append(Receipt(link.peer, transfer, sequence))  # T3: all bytes are there
+            yield void(target.nbytes)
+        taken = link.landing is not None  # still: what came in after a revocation or a disconnect was diverted
         link.landing = None
-        self._say(link, Frame(_frame(RESULT, TAKEN.pack(name, sequence, taken))))
-
-    def _result(self, link: Link, body: bytearray) -> None:
-        name, sequence, taken = TAKEN.unpack(body)
-        key = (TransferId(name.hex()), sequence)
-        frame = link.chunks.get(key)
-        if frame is None or frame.left is None or frame.left:
-            raise ProtocolViolation("C7.4", f"{link.peer} answered chunk {key} before it had it", peer=link.peer)
-        del link.chunks[key]
         if taken:
-            self._complete(key, Outcome.DONE)
-        else:
-            error = TransportError(f"C5.2: {link.peer} has not granted this, or not any more", transfer=key[0])
-            self._complete(key, Outcome.FAILED, error)
+            self._receipts.append(Receipt(link.peer, *key))  # T3: all its bytes are there, and none is written again
+        self._say(link, Post(Result(key, taken).frame()))
+
+    def _result(self, link: Link, key: Key, taken: bool) -> None:
+        post = link.chunks.get(key)
+        if post is None or post.left is None or post.left:
+            raise ProtocolViolation("C7.4", f"an answer to chunk {key}, which is not complete", peer=link.peer)
+        del link.chunks[key]
+        error = TransportError(f"C5.2: {link.peer} has not granted this, or not any more", transfer=key[0])
+        self._complete(key, Outcome.DONE if taken else Outcome.FAILED, None if taken else error)
 
     def _views(self, segments: Segments) -> Iterable[memoryview]:
         return [self._memory[region][offset : offset + length] for region, offset, length in segments.triples()]
@@ -335,8 +281,7 @@ class StreamConnector(ConnectorBase):
             return True
         if len(link.chunks) >= self._queue_limit:
             return False  # T6: per peer, so that a frozen one fills only its own queue
-        body = KEY.pack(bytes.fromhex(chunk.transfer), chunk.sequence) + chunk.target.to_bytes()
-        link.chunks[key] = Frame(_frame(CHUNK, body), chunk.source)
+        link.chunks[key] = Post(Announced(key, chunk.target).frame(), chunk.source)
         self._say(link, link.chunks[key])
         return True
 
@@ -391,29 +336,29 @@ class StreamConnector(ConnectorBase):
                 self._end(link, link.cause if link.closing else lost)
                 return False
             budget -= count
-            _advance(link.buffers, count)
+            advance(link.buffers, count)
             try:
                 while not link.buffers:
                     link.buffers.extend(next(link.speech))
-            except (ProtocolViolation, SegmentError, msgspec.MsgspecError, struct.error) as error:
+            except ProtocolViolation as error:
                 return self._distrust(link, error)
         return True
 
-    def _say(self, link: Link, frame: Frame) -> None:
-        link.outgoing.append(frame)
+    def _say(self, link: Link, post: Post) -> None:
+        link.outgoing.append(post)
         self._selector.modify(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
     def _send(self, link: Link) -> None:
         budget = BYTES_PER_POLL
         with contextlib.suppress(OSError):  # there is no room; or nobody, which the end of the stream will tell
             while link.outgoing and budget > 0:
-                frame = link.outgoing[0]
-                if frame.left is None:
-                    frame.left = deque([memoryview(frame.head), *self._views(frame.source)])
-                count = link.socket.sendmsg(islice(frame.left, MAX_BUFFERS))
+                post = link.outgoing[0]
+                if post.left is None:
+                    post.left = deque([memoryview(post.frame), *self._views(post.source)])
+                count = link.socket.sendmsg(islice(post.left, MAX_BUFFERS))
                 budget -= count
-                _advance(frame.left, count)
-                if not frame.left:
+                advance(post.left, count)
+                if not post.left:
                     link.outgoing.popleft()
         if link.closing and not link.chunks:
             self._end(link, link.cause)
@@ -455,13 +400,17 @@ class StreamConnector(ConnectorBase):
         self._events.append(PeerEvent(link.peer, up=False, quiet=False, error=error))
         link.speech, link.buffers = repeat([VOID]), deque([VOID])
         link.outgoing.clear()
-        link.socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            link.socket.shutdown(socket.SHUT_WR)
         return True
 
     def _end(self, link: Link, cause: Exception | None) -> None:
         """The connection is closed, or the peer's process is gone: neither end hears anything of the other any more."""
         self._selector.unregister(link.socket)
+        with contextlib.suppress(OSError):
+            link.socket.shutdown(socket.SHUT_RDWR)  # also where a forked child holds a copy of the descriptor
         link.socket.close()
+        link.buffers.clear()
         if link in self._callers:
             self._callers.remove(link)
         elif link.peer is not None:
@@ -502,23 +451,5 @@ def _socket(at: str | int) -> socket.socket:
 
 
 def _place(at: str | int) -> str | tuple[str, int]:
+    """What ``bind`` and ``connect`` take."""
     return at if isinstance(at, str) else ("127.0.0.1", at)
-
-
-def _frame(kind: int, body: bytes) -> bytes:
-    return HEAD.pack(kind, len(body)) + body
-
-
-def _void(nbytes: int) -> list[memoryview]:
-    """Buffers for bytes that nobody wants."""
-    whole, rest = divmod(nbytes, len(VOID))
-    return [VOID] * whole + ([VOID[:rest]] if rest else [])
-
-
-def _advance(buffers: deque[memoryview], count: int) -> None:
-    """The first ``count`` bytes are done."""
-    while count:
-        if count < len(buffers[0]):
-            buffers[0] = buffers[0][count:]
-            return
-        count -= len(buffers.popleft())
