@@ -2,12 +2,16 @@
 
     python benchmarks                     run all
     python benchmarks --only P3,P10       some of them
-    python benchmarks --save              also write results.json, results.md and results.svg
+    python benchmarks --json PATH         also write what this run measured
+    python benchmarks --save              also keep it: results/PN.json, and results.md and results.svg over all of them
 
 A benchmark is a module ``pN_name.py`` beside this file with ``run() -> list of rows``; a row has ``id``, ``case``,
-``value``,
-``unit``, ``target``, ``ok`` (None: no target), and ``better`` (``higher`` where it is not stated).  Figures are
-ratios measured side by side in one run.
+``value``, ``unit``, ``target``, ``ok`` (None: no target), and ``better`` (``higher`` where it is not stated), and
+whatever else stands behind the value.  One that cannot run here raises: it is reported, the others run, and the exit
+status is 1.  A target that was missed changes no exit status: a figure is no test.
+
+Each result keeps the machine, the versions, the command and the load under which it was measured, because some need
+another machine than others.
 """
 
 from __future__ import annotations
@@ -19,17 +23,25 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
-from importlib.metadata import version
+import time
+import traceback
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+VERSIONS = ("kvbaton", "numpy", "msgspec", "pyzmq", "torch", "nixl", "ucxx")
+HEADS = ("id", "case", "value", "unit", "target", "")
 Row = dict[str, Any]
+#: What one benchmark gave: ``id``, ``command``, ``machine``, ``versions``, ``load``, ``seconds``, ``rows``.
+Result = dict[str, Any]
 
 
 def benchmarks() -> dict[str, Path]:
@@ -39,109 +51,157 @@ def benchmarks() -> dict[str, Path]:
         match = re.match(r"p(\d+)_", file.name)
         if match:
             found[f"P{match[1]}"] = file
-    return dict(sorted(found.items(), key=lambda item: int(item[0][1:])))
+    return dict(sorted(found.items(), key=lambda item: _number(item[0])))
 
 
-def run(file: Path) -> list[Row]:
+def _number(name: str) -> int:
+    return int(name[1:])
+
+
+def measure(name: str, file: Path, command: str) -> Result:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
+    began, before = time.perf_counter(), os.getloadavg()[0]
     spec.loader.exec_module(module)
     rows: list[Row] = module.run()
-    return rows
+    return {
+        "id": name,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "versions": versions(),
+        # others' work on the same processors: at or above their number, figures that wait for anything are too low
+        "load": [round(load, 1) for load in (before, os.getloadavg()[0])],
+        "seconds": round(time.perf_counter() - began, 1),
+        "rows": rows,
+    }
 
 
 def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
+        names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
         cpu = names[0] if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load before": [round(load, 2) for load in os.getloadavg()],
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("numpy", "msgspec", "kvbaton")},
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    return {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
 
 
 def cells(row: Row) -> list[str]:
-    lower = row.get("better") == "lower"
-    target = "" if row["target"] is None else f"{'<=' if lower else '>='} {row['target']:g}"
+    target = "" if row["target"] is None else f"{'<=' if _lower(row) else '>='} {row['target']:,g}"
     verdict = {True: "reached", False: "missed", None: ""}[row["ok"]]
-    return [
-        row["id"],
-        row["case"],
-        f"{row['value']:,.3g}" if row["value"] < 1000 else f"{row['value']:,.0f}",
-        row["unit"],
-        target,
-        verdict,
-    ]
+    value = f"{row['value']:,.3g}" if row["value"] < 1000 else f"{row['value']:,.0f}"
+    return [row["id"], row["case"], value, row["unit"], target, verdict]
 
 
-HEADS = ["id", "case", "value", "unit", "target", ""]
+def _lower(row: Row) -> bool:
+    return row.get("better") == "lower"
 
 
-def markdown(rows: list[Row], facts: dict[str, Any]) -> str:
-    lines = [f"# Benchmarks\n\n`python benchmarks --save` on {', '.join(f'{k} {v}' for k, v in facts.items())}.\n"]
+def show(results: list[Result], console: Console) -> None:
+    facts = machine()
+    table = Table(*HEADS, title=f"{facts['cpu']}, {facts['cores']} cores, load {os.getloadavg()[0]:.1f}")
+    for result in results:
+        for row in result["rows"]:
+            table.add_row(*map(Text, cells(row)), style="yellow" if row["ok"] is False else None)
+    console.print(table)
+
+
+def markdown(results: list[Result]) -> str:
+    """One table; below it, how each benchmark was run."""
+    lines = ["# Benchmarks", "", "Figures are ratios or medians of one run; each benchmark's own file says how.", ""]
     lines += [f"| {' | '.join(HEADS)} |", "| --- " * len(HEADS) + "|"]
-    lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+    lines += [f"| {' | '.join(cells(row))} |" for result in results for row in result["rows"]]
+    lines += ["", "![Each figure as a multiple of its target](results.svg)", "", "| id | run | on | load | with |"]
+    lines += ["| --- " * 5 + "|"]
+    for result in results:
+        m, load = result["machine"], result["load"]
+        of = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+        lines.append(
+            f"| {result['id']} | `{result['command']}`, {result['date']} | {m['cpu']}, {m['cores']} cores |"
+            f" {load[0]} to {load[1]} | {of} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: list[Row], path: Path) -> None:
+def plot(results: list[Result], path: Path) -> None:
     """Each measure with a target, as a multiple of it: 1 is reached, to the right is better."""
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvbaton"  # the same figures, the same file
     from matplotlib import pyplot
 
-    shown = [row for row in rows if row["target"]]
-    scores = [
-        row["target"] / row["value"] if row.get("better") == "lower" else row["value"] / row["target"] for row in shown
-    ]
-    figure, axes = pyplot.subplots(figsize=(9, 0.4 * len(shown) + 1))
+    shown = [row for result in results for row in result["rows"] if row["target"] and row["value"]]
+    scores = [row["target"] / row["value"] if _lower(row) else row["value"] / row["target"] for row in shown]
+    figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(shown) + 1))
     colours = ["tab:green" if row["ok"] else "tab:orange" for row in shown]
-    axes.barh([f"{row['id']}  {row['case']}" for row in shown], scores, color=colours)
+    axes.barh([f"{row['id']}  {row['case']} [{row['unit']}]" for row in shown], scores, color=colours)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
-    axes.set_xlabel("multiple of the target (right is better)")
+    axes.set_xlabel("multiple of the target (1: reached; further right: better)")
     axes.invert_yaxis()
     figure.tight_layout()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def keep(results: list[Result]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    for result in results:
+        (RESULTS / f"{result['id']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    kept = [json.loads(file.read_text()) for file in RESULTS.glob("P*.json")]
+    kept.sort(key=lambda result: _number(result["id"]))
+    (RESULTS / "results.md").write_text(markdown(kept))
+    plot(kept, RESULTS / "results.svg")
 
 
 def main() -> int:
     known = benchmarks()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", metavar="IDS", help=f"comma-separated, out of {', '.join(known)}")
-    parser.add_argument("--save", action="store_true", help="write the files in benchmarks/results/")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write what this run measured there")
+    parser.add_argument("--save", action="store_true", help="keep it in benchmarks/results/")
     arguments = parser.parse_args()
     chosen = [name.strip().upper() for name in arguments.only.split(",")] if arguments.only else list(known)
     unknown = [name for name in chosen if name not in known]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
-    facts, rows = machine(), []
+    command = shlex.join(["python", "benchmarks", *(["--only", ",".join(chosen)] if arguments.only else [])])
     console, errors = Console(), Console(stderr=True)
+    results: list[Result] = []
+    failed = []
     for number, name in enumerate(chosen, 1):
-        errors.print(f"[{number}/{len(chosen)}] {name}: {known[name].stem}", markup=False)
-        rows += run(known[name])
-    table = Table(*HEADS, title=f"{facts['cpu']}, {facts['cores']} cores, load {facts['load before'][0]}")
-    for row in rows:
-        table.add_row(*cells(row))
-    console.print(table)
+        errors.print(f"[{number}/{len(chosen)}] {name}: {known[name].stem} ...", markup=False, highlight=False)
+        try:
+            results.append(measure(name, known[name], command))
+        except Exception:  # the others still run
+            failed.append(name)
+            traceback.print_exc()
+    show(results, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.save:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "results.json").write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-        (RESULTS / "results.md").write_text(markdown(rows, facts))
-        plot(rows, RESULTS / "results.svg")
-    return 0
+        keep(results)
+    if failed:
+        errors.print(f"could not be measured: {', '.join(failed)} (see above)", style="red")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
