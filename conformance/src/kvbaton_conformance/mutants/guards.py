@@ -1,0 +1,126 @@
+"""Core's guard, broken."""
+
+from __future__ import annotations
+
+from kvbaton.guard import GuardedConnector
+from kvbaton_conformance.mutants.mutant import Registry, edit
+
+_guard = Registry("guard")
+MUTANTS = _guard.found
+add = _guard.add
+G = GuardedConnector
+
+add("a-budget-leaks-on-failure", "a chunk that did not end as DONE keeps its budget", "T6",
+    edit(G._prove, "        self._give_back(flight)\n        flight.peer.flights -= 1",
+         "        if outcome is Outcome.DONE:\n            self._give_back(flight)\n        flight.peer.flights -= 1"))  # fmt: skip
+add("a-full-budget-takes-one-more", "the byte budget is not looked at", "T6",
+    edit(G._room, "peer.nbytes + chunk.nbytes > self._limits.inflight_bytes // sharing", "False"))  # fmt: skip
+add("a-peer-may-have-any-number-of-chunks", "receipts of a frozen peer pile up", "T6",
+    edit(G._room, "if peer.chunks >= self._limits.unreceipted_chunks:", "if False:"))  # fmt: skip
+add("peers-do-not-share-the-budget", "one frozen peer takes the budget of all", "T6",
+    edit(G._room, "sharing = sum(", "sharing = 1 or sum("))  # fmt: skip
+add("a-second-completion-passes", "a chunk may end twice", "T5",
+    edit(G._on_completion, "elif flight.completed:", "elif False:",
+         "flight = self._posted.get(key) or self._lingering.get(key)",
+         "flight = self._posted.get(key) or self._lingering.get(key)\n"
+         "    if flight is None and completion.outcome is not Outcome.TIMED_OUT:\n"
+         "        self._news.completions.append(completion)"))  # fmt: skip
+add("a-deadline-passes-in-silence", "a chunk past its deadline is not reported", "T8",
+    edit(G._expire, "if flight.deadline > now:", "if True:"))  # fmt: skip
+add("a-deadline-is-reported-again-and-again", "a late chunk is reported at each poll", "T8",
+    edit(G._prove, "if flight.told and not grew:", "if False:",
+         "elif key not in self._lingering:\n        del self._posted[key]\n        self._linger(key, flight)",
+         "elif key not in self._lingering and not flight.quarantined:\n"
+         "        flight.quarantined = True\n        self._quarantined_bytes += flight.nbytes"))  # fmt: skip
+add("late-is-quiet", "memory of a late chunk is free at its deadline", "T8 C6.1",
+    edit(G._expire, "Outcome.TIMED_OUT, False, False, TransportError(", "Outcome.TIMED_OUT, True, True, TransportError("))  # fmt: skip
+add("the-quarantine-is-not-bounded", "any amount may be in quarantine", "T8",
+    edit(G.quarantine_full, "return self._quarantined_bytes > self._limits.quarantine_bytes", "return False"))  # fmt: skip
+add("the-quarantine-is-not-counted", "what is late is not counted", "T8",
+    edit(G._linger, "self._quarantined_bytes += flight.nbytes", "pass"))  # fmt: skip
+add("the-quarantine-never-shrinks", "what became quiet stays in quarantine", "T8",
+    edit(G._release_quarantine, "self._quarantined_bytes -= flight.nbytes", "pass"))  # fmt: skip
+add("an-older-epoch-may-connect", "an endpoint of an earlier start is accepted", "C1.4",
+    edit(G.connect, "if known is not None and id.epoch < known.epoch:", "if False:"))  # fmt: skip
+add("a-disconnected-epoch-comes-back", "a peer that was disconnected may connect again", "C6.4",
+    edit(G.connect, "if peer.state is PeerState.CLOSING or peer.was_up:", "if False:"))  # fmt: skip
+add("an-old-epoch-is-still-heard", "receipts of a replaced epoch count", "C1.4",
+    edit(G._on_receipt, "if self._current.get(receipt.peer.name, receipt.peer) != receipt.peer:", "if False:",
+         "elif peer is None:", "elif False:", "elif peer.quiet:", "elif False:"))  # fmt: skip
+add("a-fenced-peer-is-still-heard", "receipts count that come after the fence", "C6.4 C1.4",
+    edit(G._on_receipt, "elif peer.quiet:", "elif False:"))  # fmt: skip
+add("a-stranger-may-be-up", "a peer event about nobody that was connected is passed on", "T2 C1.4",
+    edit(G._on_peer, '        self._dropped["event_unknown_peer"] += 1\n',
+         "        self._news.peers.append(event)\n"))  # fmt: skip
+add("up-is-told-again", "an end hears of the same peer twice", "T2",
+    edit(G._on_peer, "if peer.state is not PeerState.CONNECTING:", "if False:"))  # fmt: skip
+add("connecting-never-gives-up", "an unreachable peer is never down", "T2 T7",
+    edit(G._expire, "if peer.deadline <= now]", "if False]"))  # fmt: skip
+add("another-transport-may-connect", "an endpoint of another transport is accepted", "T2",
+    edit(G._check_endpoint, "if endpoint.transport != self._transport:", "if False:"))  # fmt: skip
+add("another-version-may-connect", "an endpoint of another version is accepted", "T2",
+    edit(G._check_endpoint, "if endpoint.version != self._version:", "if False:"))  # fmt: skip
+add("ones-own-name-may-connect", "an end may connect to its own name", "T2",
+    edit(G._check_endpoint, "if id.name == self.peer.name:", "if False:"))  # fmt: skip
+add("geometries-are-not-compared", "two stages with different caches connect", "C3.5",
+    edit(G._check_endpoint, "    ours.require_compatible(theirs, str(self.peer), str(id))\n", "    pass\n"))  # fmt: skip
+add("a-target-outside-is-accepted", "segments past their region at the target are submitted", "C3.6",
+    edit(G._check_chunk, "    target.check_bounds(peer.lengths, f\"the target at {peer.id} of {what}\")\n", ""))  # fmt: skip
+add("a-source-outside-is-accepted", "segments past their region at the source are submitted", "C3.6",
+    edit(G._check_chunk, "    source.check_bounds(self._lengths, f\"the source of {what}\")\n", ""))  # fmt: skip
+add("unequal-lengths-are-accepted", "lists whose lengths differ are submitted", "C3.6",
+    edit(G._check_chunk, "if not np.array_equal(source.length, target.length):", "if False:"))  # fmt: skip
+add("a-wrong-sum-is-accepted", "a chunk whose bytes are not the sum of its segments is submitted", "C3.6",
+    edit(G._check_chunk, "if total != chunk.nbytes:", "if False:"))  # fmt: skip
+add("any-number-of-segments-is-accepted", "max_segments is not looked at", "T13",
+    edit(G._check_chunk, "if len(source) > capabilities.max_segments:", "if False:"))  # fmt: skip
+add("any-size-is-accepted", "max_chunk_bytes is not looked at", "T13",
+    edit(G._check_chunk, "if total > capabilities.max_chunk_bytes:", "if False:"))  # fmt: skip
+add("any-alignment-is-accepted", "alignment is not looked at", "T13",
+    edit(G._check_chunk, "if grain > 1 and any(", "if False and any("))  # fmt: skip
+add("a-device-event-is-accepted", "a chunk behind a device event goes to a transport that knows none", "T13",
+    edit(G._check_chunk, "if chunk.after is not None and not capabilities.source_ordered:", "if False:"))  # fmt: skip
+add("revoke-is-always-tried", "a transport that cannot revoke is asked to", "T13",
+    edit(G.revoke, "if not self.capabilities.revocable:", "if False:"))  # fmt: skip
+add("any-memory-is-registered", "memory of an undeclared kind reaches the plugin", "T1 T13",
+    edit(G._check_regions, "if region.kind not in capabilities.memory_kinds:", "if False:"))  # fmt: skip
+add("foreign-memory-is-registered", "memory that did not come from allocate() reaches the plugin", "T1",
+    edit(G._check_regions, 'if capabilities.memory_origin == "allocated" and (', "if False and ("))  # fmt: skip
+add("regions-may-overlap", "overlapping regions are registered", "T1",
+    edit(G._check_regions, "left.address + left.length > right.address:", "False:"))  # fmt: skip
+add("regions-are-registered-again", "a second registration reaches the plugin", "T1",
+    edit(G.register, "if self._regions is not None:", "if False:"))  # fmt: skip
+add("any-thread-may-call", "a call from another thread reaches the plugin", "T11",
+    edit(G._enter, "elif self._owner is not current:", "elif False:"))  # fmt: skip
+add("close-goes-through", "a connector is closed with chunks that may still be read", "T10 C5.4",
+    edit(G.close, "if unread:", "if False:",
+         "    try:\n        self._connector.close()\n    except KvbatonError:\n        raise\n",
+         "    try:\n        self._connector.close()\n    except KvbatonError:\n        pass\n"))  # fmt: skip
+add("an-exception-of-poll-escapes", "what a plugin raises in poll() kills the pump", "T7 C6.3",
+    edit(G.poll, "        if not self._poll_is_failing:\n            self._fault(\"poll\", error)\n", "        raise\n"))  # fmt: skip
+add("an-exception-of-submit-escapes", "what a plugin raises in submit() reaches the stage", "C6.3 T5",
+    edit(G.submit, "    except Exception as error:\n", "    except ZeroDivisionError as error:\n"))  # fmt: skip
+add("an-exception-of-submit-proves-quiet", "a chunk whose posting raised is said to be quiet", "C6.1 T5 C5.2",
+    edit(G.submit, "self._prove(flight, Outcome.FAILED, False, False, cause)",
+         "self._prove(flight, Outcome.FAILED, True, True, cause)"))  # fmt: skip
+add("faults-are-swallowed", "what a plugin raises is reported to nobody", "C6.3 T7",
+    edit(G._fault, "    self._news.faults.append(fault)\n", ""))  # fmt: skip
+add("a-fence-proves-nothing", "chunks towards a fenced peer never end", "T8 C6.4 T7",
+    edit(G.fenced, "    for flight in self._waiting_for_proof(peer):\n", "    for flight in ():\n"))  # fmt: skip
+add("a-fence-proves-what-it-cannot", "a fence proves quiet although the transport says that nothing does", "C6.4 T8",
+    edit(G.fenced, 'if self.capabilities.quiet == "never":', "if False:"))  # fmt: skip
+add("down-is-quiet", "a peer that is down counts as quiet", "C6.4 T7",
+    edit(G._lose, "peer.quiet = quiet", "peer.quiet = quiet = True"))  # fmt: skip
+add("an-acknowledgement-proves-nothing", "a chunk that a buffering transport reported DONE is never terminal", "T5 T12 C5.1",
+    edit(G.acknowledge, "if key[0] == transfer and flight.unproven]", "if False]"))  # fmt: skip
+add("grants-are-kept", "the grant of a finished transfer stays", "T12",
+    edit(G.forget, "self._grants.pop(transfer, None)", "pass", "        self._revoke(transfer)\n", ""))  # fmt: skip
+add("a-second-grant-is-taken", "the grant of a live transfer may change", "C2.2",
+    edit(G.grant, "if transfer in self._grants:", "if False:"))  # fmt: skip
+add("old-epochs-are-kept", "what is known of peers that have gone stays", "T12",
+    edit(G._forget_peer, "    self._peers.pop(peer.id, None)\n", "    pass\n"))  # fmt: skip
+add("a-chunk-for-a-dead-peer-is-full", "a chunk for a peer that is down is refused for ever", "T5 T7",
+    edit(G.submit, "if peer is None or peer.state in (PeerState.CLOSING, PeerState.DOWN):", "if peer is None:",
+         "if peer.state is PeerState.CONNECTING or", "if peer.state is not PeerState.UP or"))  # fmt: skip
+add("plugins-word-for-late-is-believed", "TIMED_OUT from a plugin counts as core's own", "T5 T8",
+    edit(G._on_completion, "elif completion.outcome is Outcome.TIMED_OUT:", "elif False:"))  # fmt: skip
