@@ -28,13 +28,17 @@ CAPABILITIES = Capabilities(
 )
 
 
+#: The most chunks that one peer may have under way to another.
+MAX_QUEUE = 4096
+
+
 class StreamOptions(BaseModel):
     """``transport.options``.  An option that nobody reads is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: Literal["unix", "tcp"] = Field("unix", description="unix sockets, or TCP on the loopback interface")
-    queue_limit: Annotated[int, Field(ge=1)] = Field(
+    queue_limit: Annotated[int, Field(ge=1, le=MAX_QUEUE)] = Field(
         32, description="chunks per peer under way; more are refused until there is room (T6)"
     )
 

@@ -48,7 +48,7 @@ from kvbaton.errors import (
 )
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
-from kvbaton_example_stream import CAPABILITIES, StreamOptions
+from kvbaton_example_stream import CAPABILITIES, MAX_QUEUE, StreamOptions
 from kvbaton_example_stream.buffers import VOID, advance, void
 from kvbaton_example_stream.frames import HEAD, Announced, Hello, Key, Result, read_body, read_head
 from kvbaton_example_stream.grants import Grant
@@ -246,14 +246,15 @@ class StreamConnector(ConnectorBase):
     def _land(self, link: Link, key: Key, target: Segments) -> Iterator[Iterable[memoryview]]:
         """Read a payload into its place, if this peer may write there, and answer."""
         assert link.peer is not None
-        if target.nbytes > CAPABILITIES.max_chunk_bytes:
-            raise ProtocolViolation("C9.3", f"chunk {key} has {target.nbytes} bytes", peer=link.peer)
+        nbytes = sum(target.length.tolist())  # not target.nbytes: what a peer says may not fit 64 bits
+        if nbytes > CAPABILITIES.max_chunk_bytes or len(link.outgoing) > 2 * MAX_QUEUE:
+            raise ProtocolViolation("C9.3", f"chunk {key} of {nbytes} bytes is too much", peer=link.peer)
         grant = self._grants.get(key[0])
         if grant is not None and grant.peer == link.peer and grant.covers(target) and not link.closing:
             link.landing = key[0]
             yield self._views(target)
         else:
-            yield void(target.nbytes)
+            yield void(nbytes)
         taken = link.landing is not None  # still: what came in after a revocation or a disconnect was diverted
         link.landing = None
         if taken:

@@ -24,6 +24,6 @@ class Grant:
             # of what lies before the first run, the run is number -1: the last one here, which ends at 0
             ends = np.append(starts + self._runs.length[here], 0)
             run = np.searchsorted(starts, target.offset[asked], side="right") - 1
-            if (target.offset[asked] + target.length[asked] > ends[run]).any():
+            if (target.length[asked] > ends[run] - target.offset[asked]).any():  # cannot overflow
                 return False
         return True
