@@ -587,7 +587,8 @@ def _verdict(config: pytest.Config) -> Verdict:
 
 def _write(folder: Path, verdict: Verdict) -> None:
     content = {
-        "verdict": verdict.sentence, "conforms": verdict.conforms, "partial": verdict.partial, "subjects": verdict.subjects,
+        "verdict": verdict.sentence, "conforms": verdict.conforms, "partial": verdict.partial,
+        "subjects": verdict.subjects,
         "environment": verdict.header, "problems": verdict.problems, "seconds": round(verdict.seconds, 2),
         "clauses": [{"id": row.id, "verdict": row.word, **row.counts} for row in verdict.rows],
         "tests": [asdict(result) for result in verdict.results],
