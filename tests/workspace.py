@@ -40,7 +40,8 @@ class Distribution:
 
 
 def distributions() -> list[Distribution]:
-    files = sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+    places = ("*", "plugins/*", "examples/third_party_*")
+    files = sorted(file for place in places for file in ROOT.glob(f"{place}/pyproject.toml"))
     return [Distribution(file.parent, tomllib.loads(file.read_text())) for file in files]
 
 

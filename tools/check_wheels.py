@@ -67,7 +67,8 @@ class Distribution:
 def distributions() -> list[Distribution]:
     """All of the workspace, in the order of their folders."""
     found = []
-    for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]):
+    places = ("*", "plugins/*", "examples/third_party_*")
+    for file in sorted(file for place in places for file in ROOT.glob(f"{place}/pyproject.toml")):
         content: dict[str, Any] = tomllib.loads(file.read_text())
         project, groups = content["project"], content.get("dependency-groups", {})
         names = [requirement.split(">")[0].split("~")[0].strip() for requirement in project.get("dependencies", ())]

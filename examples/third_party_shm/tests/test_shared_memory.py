@@ -10,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from kvbaton_example_shm import plugin
-from kvbaton_example_shm.connector import Hello, ShmConnector
 
 from kvbaton.connector import ConnectorContext, Need, Outcome
 from kvbaton.errors import CapabilityError, RegistrationError
@@ -19,6 +17,8 @@ from kvbaton.identity import PeerId
 from kvbaton_conformance.harness import PATIENCE, open_pair, segments
 from kvbaton_conformance.subject import Reference, resolve
 from kvbaton_conformance.two_process import Processes, remote_pair
+from kvbaton_example_shm import plugin
+from kvbaton_example_shm.connector import Hello, ShmConnector
 
 NAME = "kvbaton-example-shm"
 

@@ -7,9 +7,6 @@ import time
 
 import msgspec
 import pytest
-from kvbaton_example_stream import plugin
-from kvbaton_example_stream.frames import HEAD, Announced, Hello, Result, read_body
-from kvbaton_example_stream.grants import Grant
 
 from kvbaton.connector import Chunk, ConnectorContext, MemoryRegion, Need, Outcome
 from kvbaton.errors import ProtocolViolation, RegistrationError
@@ -18,6 +15,9 @@ from kvbaton.segments import Segments
 from kvbaton_conformance.harness import PATIENCE, open_end, open_pair, segments
 from kvbaton_conformance.subject import Reference, resolve
 from kvbaton_conformance.two_process import Processes, remote_pair
+from kvbaton_example_stream import plugin
+from kvbaton_example_stream.frames import HEAD, Announced, Hello, Result, read_body
+from kvbaton_example_stream.grants import Grant
 
 #: More than sockets take at once, so that a chunk is under way for some passes.
 LARGE = 24 << 20

@@ -114,7 +114,6 @@ class ShmConnector(ConnectorBase):
         self._named: dict[PeerId, Address] = {}  # by connect, until down
         self._links: dict[PeerId, Link] = {}  # to those
         self._callers: list[Link] = []  # from anybody else
-        self._outstanding = 0
         self._completions: list[Completion] = []
         self._receipts: list[Receipt] = []
         self._events: list[PeerEvent] = []
@@ -216,7 +215,6 @@ class ShmConnector(ConnectorBase):
         link = self._links.get(chunk.peer)
         if link is not None and link.unsent is not None:
             return False  # T6: this peer does not listen; it keeps no other one waiting
-        self._outstanding += 1
         if link is None or link.memory is None:
             self._complete(chunk, Outcome.FAILED, PeerLost(f"T7: {chunk.peer} is not connected", peer=chunk.peer))
             return True
@@ -228,7 +226,7 @@ class ShmConnector(ConnectorBase):
         return True
 
     def outstanding(self) -> int:
-        return self._outstanding
+        return sum(link.unsent is not None for link in self._links.values())
 
     def _flush(self, link: Link) -> None:
         """Send what is to be said.  A chunk is done when the kernel has its receipt."""
@@ -245,7 +243,6 @@ class ShmConnector(ConnectorBase):
 
     def _complete(self, chunk: Chunk, outcome: Outcome, error: Exception | None = None) -> None:
         """T5: no copy is under way outside of ``submit``, so both sides are quiet, whatever the outcome."""
-        self._outstanding -= 1
         self._completions.append(Completion(chunk.transfer, chunk.sequence, outcome, True, True, error))
 
     # -- progress ----------------------------------------------------------------------------------------------------
@@ -339,11 +336,8 @@ class ShmConnector(ConnectorBase):
     def close(self) -> None:
         if self._closed:
             return
-        if self._outstanding:
-            raise Outstanding(
-                f"T10: {self._outstanding} chunks of {self.peer} are outstanding; poll until they have completed",
-                outstanding=self._outstanding,
-            )
+        if waiting := self.outstanding():
+            raise Outstanding(f"T10: {waiting} chunks are outstanding; poll until they are not", outstanding=waiting)
         self._closed = True
         for link in [*self._links.values(), *self._callers]:
             self._end(link, None)

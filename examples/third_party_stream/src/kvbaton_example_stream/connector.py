@@ -428,11 +428,8 @@ class StreamConnector(ConnectorBase):
     def close(self) -> None:
         if self._closed:
             return
-        if self.outstanding():
-            raise Outstanding(
-                f"T10: {self.outstanding()} chunks of {self.peer} are outstanding; poll until they have completed",
-                outstanding=self.outstanding(),
-            )
+        if waiting := self.outstanding():
+            raise Outstanding(f"T10: {waiting} chunks are outstanding; poll until they are not", outstanding=waiting)
         self._closed = True
         for link in [*self._links.values(), *self._callers]:
             self._end(link, None)
