@@ -13,14 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvbaton_conformance.suite.engine import EngineConformance
+    from kvbaton_conformance.suite.guard import GuardConformance
     from kvbaton_conformance.suite.handoff import HandoffConformance
     from kvbaton_conformance.suite.levels import ConnectorConformance
 
-__all__ = ["ConnectorConformance", "HandoffConformance"]
+__all__ = ["ConnectorConformance", "EngineConformance", "GuardConformance", "HandoffConformance"]
 
 #: Loaded on first use: the pytest plugin of this distribution must cost a run without conformance tests nothing.
 _HOMES = {
     "ConnectorConformance": "kvbaton_conformance.suite.levels",
+    "EngineConformance": "kvbaton_conformance.suite.engine",
+    "GuardConformance": "kvbaton_conformance.suite.guard",
     "HandoffConformance": "kvbaton_conformance.suite.handoff",
 }
 
