@@ -20,7 +20,7 @@ from pathlib import Path
 MANDATORY: Mapping[str, tuple[str, ...]] = {
     "connector": ("T1", "T2", "T3", "T4", "T5", "T6", "T7", "T8", "T9", "T10", "T11", "T12", "T13", "C1.4", "C3.6"),
     "handoff": ("C1.2", "C4.2", "C5.1", "C5.2", "C6.1", "C7.1", "C7.3"),
-    "engine": (),
+    "engine": ("C2.2", "C2.7", "C3.2", "C3.4", "C5.1", "C8.1", "C8.3", "C8.4", "A1", "A2"),
     "guard": ("T2", "T6", "T8", "T11", "T12"),
 }
 

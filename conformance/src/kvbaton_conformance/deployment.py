@@ -344,6 +344,15 @@ class Deployment:
                 " computed with is not what P computed: bytes were lost, put elsewhere, or read too early or too late."
             )
 
+    def forget(self) -> None:
+        """Drop everything that a test keeps of what is over: answers, mail, faults, calls."""
+        self.answers = {key: answer for key, answer in self.answers.items() if not answer.ended}
+        self.mail.clear()
+        self.faults.clear()
+        for seat in self.seats.values():
+            seat.gate.submitted.clear()
+            seat.gate.calls.clear()
+
     # -- control messages ----------------------------------------------------------------------------------------------
 
     def hold_mail(self, way: Literal["to", "from"], name: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvbaton_conformance.suite.engine.agreement import EngineAgreement
 from kvbaton_conformance.suite.engine.books import Books
-from kvbaton_conformance.suite.engine.engine_agreement import EngineAgreement
 from kvbaton_conformance.suite.engine.imports import Imports
 from kvbaton_conformance.suite.engine.lifetimes import Lifetimes
 from kvbaton_conformance.suite.engine.memory import EngineMemory

@@ -201,7 +201,7 @@ class Bench:
         lost = self.before["blocks_free"] + self.before["blocks_prefix"] - now["blocks_free"] - now["blocks_prefix"]
         slots = self.before["final_slots_free"] - now["final_slots_free"]
         require(
-            not any(held.values()) and not lost and not slots, clause, "everything has ended and the books are not even",
+            not any(held.values()) and not lost and not slots, clause, "all has ended and the books do not balance",
             expected="no block and no slot in use, all of them free or cached",
             seen=f"{held}, {lost:g} blocks and {slots:g} slots lost",
         )  # fmt: skip
