@@ -320,6 +320,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kit = config.stash[KIT]
+    _in_order_of_topics(items)
     for item in items:
         judged = _judged(item)
         name = getattr(item, "originalname", item.name)
@@ -337,6 +338,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if known.covers(result.id):
                 known.matched.append(result.id)
                 item.stash[_KNOWN] = known
+
+
+def _in_order_of_topics(items: list[pytest.Item]) -> None:
+    """Within a class, topics in the order in which its level lists them: the first failure is the plainest one."""
+    first: dict[type, int] = {}
+    keys: dict[pytest.Item, tuple[int, int, int]] = {}
+    for index, item in enumerate(items):
+        judged = _judged(item)
+        owner = judged.tests.get(getattr(item, "originalname", item.name)) if judged else None
+        if owner is None:
+            keys[item] = (index, 0, index)
+            continue
+        cls: Any = getattr(item, "cls", None)
+        keys[item] = (first.setdefault(cls, index), cls.__mro__.index(owner), index)
+    items.sort(key=lambda item: keys[item])
 
 
 def _result(item: pytest.Item, judged: Judged, name: str) -> Result:

@@ -61,7 +61,7 @@ class Failure(ConnectorTopic):
         pair.pump_until(lambda: pair.source.told_down(pair.target.peer), "T7: a peer that is gone is down")
         other.unclog()
         other.pump_until(lambda: kept.arrived, "T7: the chunks of the peer that lives have arrived")
-        other.target.memory.check(kept.expected(), "T7")
+        other.target.memory.check(kept.expected(), "T3")
         pair.source.guard.fenced(pair.target.peer)
         pair.pump_until(lambda: lost.over, "T7: the chunks of the dead peer end once it is fenced")
         lost.check_once()

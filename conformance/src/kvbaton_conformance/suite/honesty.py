@@ -157,7 +157,7 @@ class Honesty(ConnectorTopic):
         many = Segments(np.zeros(count, np.int32), step, np.full(count, 8 * pair.grain))
         sent = pair.send(many, many)
         pair.pump_until(lambda: sent.received and sent.done, f"T13: a chunk of {count} segments arrives")
-        pair.target.memory.check(sent.expected, "T13")
+        pair.target.memory.check(sent.expected, "T3")
         if limit <= 65535:
             _beyond(pair, Segments.empty().concat(many, pair.rows((0, (1 << 20) - 64, 8))), "max_segments")
 
@@ -172,7 +172,7 @@ class Honesty(ConnectorTopic):
         whole = Segments([0], [0], [count - count % grain])
         sent = pair.send(whole, whole)
         pair.pump_until(lambda: sent.received and sent.done, f"T13: a chunk of {count} bytes arrives")
-        pair.target.memory.check(sent.expected, "T13")
+        pair.target.memory.check(sent.expected, "T3")
         if limit < size:
             _beyond(pair, Segments([0], [0], [limit + grain]), "max_chunk_bytes")
 
@@ -184,7 +184,7 @@ class Honesty(ConnectorTopic):
         rows = pair.rows((0, 1, 3), (0, 7, 1), (1, 13, 5))
         sent = pair.send(rows, pair.rows((0, 3, 3), (0, 101, 1), (1, 1, 5)))
         pair.pump_until(lambda: sent.received and sent.done, "T13: odd multiples of the alignment arrive")
-        pair.target.memory.check(sent.expected, "T13")
+        pair.target.memory.check(sent.expected, "T3")
 
     @pytest.mark.clause("T13", "C6.4")
     @pytest.mark.requires("disconnect_fences")
