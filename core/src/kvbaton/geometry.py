@@ -310,8 +310,9 @@ class KVMap:
         members = [_members(index, *pair) for index, pair in enumerate(pairs)]
         self._members = _Runs.of([run for plane in members for run in plane])
         self._whole = whole = _Runs.of([run for plane in members for run in _grouped(plane, source.block_tokens)])
-        # where a block fills its stride on both sides, consecutive blocks are one run
-        self._dense = (whole.nbytes == whole.stride).all(axis=0)[:, None]
+        # unless a block fills its stride on both sides, consecutive blocks are not one run
+        self._gapped = (whole.nbytes != whole.stride).any(axis=0)[:, None]
+        self._any_gapped = bool(self._gapped.any())
         # groups that may begin where the one before ends: beyond that there is nothing to merge
         self._seams = 1 + np.flatnonzero((whole.region[:, 1:] == whole.region[:, :-1]).all(axis=0))
         self._blocks = np.array(
@@ -385,12 +386,18 @@ class KVMap:
         follows = (ids[:, :, 1:] - ids[:, :, :-1] == 1).all(axis=0)
         if follows.any():
             # one segment for each run of consecutive blocks, found before any is spelled out
-            begins = np.ones((groups, blocks), dtype=np.bool_)
-            np.logical_not(follows[self._whole.plane] & self._dense, out=begins[:, 1:])
+            begins = np.ones((len(follows), blocks), dtype=np.bool_)
+            np.logical_not(follows, out=begins[:, 1:])
+            begins = begins.take(self._whole.plane, axis=0)
+            if self._any_gapped:
+                begins |= self._gapped
             at = np.flatnonzero(begins)
-            group, block = np.divmod(at, blocks)
-            source, target = self._whole.in_some_blocks(ids, group, block, np.append(at[1:], groups * blocks) - at)
-            seams = np.flatnonzero(block == 0)[self._seams]
+            group = at // blocks
+            count = np.empty_like(at)
+            np.subtract(at[1:], at[:-1], out=count[:-1])
+            count[-1] = groups * blocks - at[-1]
+            source, target = self._whole.in_some_blocks(ids, group, at - group * blocks, count)
+            seams = at.searchsorted(self._seams * blocks)
         else:
             source, target = self._whole.in_all_blocks(ids)
             seams = self._seams * blocks
@@ -508,8 +515,11 @@ class _Runs:
 
     def in_some_blocks(self, ids: Offsets, run: Offsets, block: Offsets, count: Offsets) -> tuple[Segments, Segments]:
         """``count`` consecutive blocks from ``block`` on, for each of the runs ``run``."""
-        offsets = self.base[:, run] + self.stride[:, run] * ids[:, self.plane[run], block]
-        return _pair(self.region[:, run], offsets, count * self.nbytes[run])
+        plane, blocks = self.plane.take(run), ids.shape[2]
+        offsets = ids.reshape(2, -1).take(plane * blocks + block, axis=1)
+        offsets *= self.stride.take(run, axis=1)
+        offsets += self.base.take(run, axis=1)
+        return _pair(self.region.take(run, axis=1), offsets, count * self.nbytes.take(run))
 
     def of_tokens(self, ids: Offsets, start: int, end: int) -> tuple[Segments, Segments]:
         """Every run's tokens ``[start, end)`` in one block of its plane; ids: shape ``[2, planes]``."""

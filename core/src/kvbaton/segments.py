@@ -76,9 +76,9 @@ class Segments:
     def _of_read_only(cls, region: Regions, offset: Offsets, length: Offsets) -> Segments:
         """The same of columns that are read-only: other segments' columns, or views of them."""
         self = _new(cls)
-        _set(self, "region", region)
-        _set(self, "offset", offset)
-        _set(self, "length", length)
+        _set_region(self, region)
+        _set_offset(self, offset)
+        _set_length(self, length)
         return self
 
     @classmethod
@@ -215,6 +215,9 @@ def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
     return np.ascontiguousarray(array, dtype=kind)
 
 
+# the slots' own setters: what Segments.__setattr__ refuses to everybody else, and the quickest way in
+_set_region, _set_offset, _set_length = (Segments.__dict__[name].__set__ for name in ("region", "offset", "length"))
+
 _EMPTY = Segments(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -272,20 +275,20 @@ def split(
         return []
     if int(source.length.max()) > max_bytes:
         source, target = _cut(source, target, max_bytes, grain)
-    ends = source.length.cumsum().data
-    count = len(source)
+    lengths = source.length  # the same on both sides, and shared
+    ends = lengths.cumsum().data
+    count = len(lengths)
+    view = Segments._of_read_only
+    from_region, from_offset, to_region, to_offset = source.region, source.offset, target.region, target.offset
     batches = []
     first, sent = 0, 0
     while first < count:
         # one step per batch, not per segment; each segment alone fits
         last = bisect_right(ends, sent + max_bytes, first, min(first + max_segments, count))
         batch = slice(first, last)
-        length = source.length[batch]  # the same on both sides, and shared
+        length = lengths[batch]
         batches.append(
-            (
-                Segments._of_read_only(source.region[batch], source.offset[batch], length),
-                Segments._of_read_only(target.region[batch], target.offset[batch], length),
-            )
+            (view(from_region[batch], from_offset[batch], length), view(to_region[batch], to_offset[batch], length))
         )
         first, sent = last, ends[last - 1]
     return batches
@@ -294,14 +297,19 @@ def split(
 def _cut(source: Segments, target: Segments, max_bytes: int, grain: int) -> tuple[Segments, Segments]:
     """Every segment above ``max_bytes`` in pieces of ``grain`` bytes, the last one maybe shorter."""
     pieces = np.where(source.length > max_bytes, -(-source.length // grain), 1)
-    index = np.repeat(np.arange(len(source)), pieces)
+    index = np.arange(len(source)).repeat(pieces)
     ends = pieces.cumsum()
-    shift = (np.arange(len(index)) - (ends - pieces)[index]) * grain
-    length = np.full(len(index), grain)
-    length[ends - 1] = source.length - (pieces - 1) * grain
+    begins = ends - pieces
+    shift = np.arange(len(index))
+    shift -= begins.take(index)
+    shift *= grain
+    length = np.empty_like(shift)
+    length.fill(grain)
+    ends -= 1
+    length[ends] = source.length - shift.take(ends)
     return (
-        Segments._trusted(source.region[index], source.offset[index] + shift, length),
-        Segments._trusted(target.region[index], target.offset[index] + shift, length),
+        Segments._trusted(source.region.take(index), source.offset.take(index) + shift, length),
+        Segments._trusted(target.region.take(index), target.offset.take(index) + shift, length),
     )
 
 
