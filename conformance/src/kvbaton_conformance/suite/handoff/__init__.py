@@ -16,6 +16,7 @@ from kvbaton_conformance.suite.handoff.replay import Replay
 from kvbaton_conformance.suite.handoff.reservation import Reservations
 from kvbaton_conformance.suite.handoff.runtime import Runtime
 from kvbaton_conformance.suite.handoff.validity import Validity
+from kvbaton_conformance.suite.handoff.words import Words
 
 
 class HandoffConformance(
@@ -30,5 +31,6 @@ class HandoffConformance(
     Control,
     Agreement,
     Runtime,
+    Words,
 ):
     """A whole hand-off over a connector against the C clauses that a transport can break."""
