@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 
-from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings, hookimpl, load
+from kvbaton import PDRuntime, Request, RequestOutput, RequestRecord, SamplingParams, Settings, hookimpl, load
 from kvbaton.errors import (
     DuplicateRequest,
     GeometryError,
+    KvbatonError,
     LocalProtocolError,
     ModelNotFound,
     PluginUnavailable,
@@ -25,6 +28,8 @@ from kvbaton.errors import (
     StartupError,
     TransferFailed,
 )
+from kvbaton.identity import RequestKey
+from kvbaton.stage.stage import Stage, StageOutcome
 from kvbaton.stage.worker import stage_settings
 from kvbaton_conformance.scripted import ScriptedEngine
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, plugin, scripted_model
@@ -81,7 +86,6 @@ def test_a_stream_ends_with_the_record(runtime: PDRuntime) -> None:
     assert (record.token_ids, record.exit_depths, record.finish_reason) == (tokens, depths, "length")
     assert record.chunks >= 1
     assert record.bytes == 20 * sum(MODEL.token_bytes) + MODEL.final_bytes
-    assert list(record.milestones) == sorted(record.milestones, key=lambda name: record.milestones[name])
     assert {"placed", "reserved", "committed", "received", "imported", "activated", "finished"} <= set(
         record.milestones
     )
@@ -113,6 +117,14 @@ def test_async_iteration(runtime: PDRuntime) -> None:
         return list(await asyncio.gather(one(SHORT), one(Request((1, 2, 3)))))
 
     assert asyncio.run(both()) == [MODEL.generate(SHORT)[0], MODEL.generate(Request((1, 2, 3)))[0]]
+
+
+@pytest.mark.clause("C4")
+def test_a_record_learns_of_the_retirements_that_come_after_the_end(runtime: PDRuntime) -> None:
+    record = list(runtime.stream(runtime.add_request(SHORT)))[-1].record
+    assert record is not None
+    until(lambda: {"source_retired", "destination_retired", "handle_done"} <= set(record.milestones))
+    until(lambda: len(runtime._service._retiring) <= 1)
 
 
 @pytest.mark.clause("C2.5")
@@ -332,3 +344,135 @@ def test_what_a_stage_is_told_is_plain_json() -> None:
     chosen = settings(transfer__chunk_bytes="3MiB", stages__devices="0,1")
     told = msgspec.json.decode(msgspec.json.encode(stage_settings(chosen, 1, "cross_process")))
     assert Settings.model_validate(told["settings"]) == chosen
+
+
+# -- what an attack found ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("C1.1")
+def test_a_reused_id_streams_the_live_request_not_the_former_ones_leftovers(runtime: PDRuntime) -> None:
+    """Field failure 21."""
+    runtime.add_request(SHORT, "x")
+    until(lambda: "x" not in runtime._live)
+    other = Request(tuple(range(50, 70)), SamplingParams(max_tokens=6))
+    runtime.add_request(other, "x")
+    former = [runtime.stream("x")] if "x" not in runtime._live else []
+    tokens = [token for output in runtime.stream("x") for token in output.token_ids] if not former else []
+    if former:  # it ended before we looked: then the two come one after the other
+        first = [token for output in former[0] for token in output.token_ids]
+        assert tuple(first) == MODEL.generate(SHORT)[0]
+        tokens = [token for output in runtime.stream("x") for token in output.token_ids]
+    assert tuple(tokens) == MODEL.generate(other)[0]
+
+
+@pytest.mark.clause("T12")
+def test_a_far_deadline_keeps_nothing_of_a_finished_request(runtime: PDRuntime) -> None:
+    for _ in range(200):
+        list(runtime.stream(runtime.add_request(Request((1,), SamplingParams(max_tokens=1)), deadline=86400.0)))
+    assert len(runtime._service._due) < 100
+
+
+@pytest.mark.clause("C9.3")
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request((np.int64(1), 2)), Request((1.5, 2)), Request((-1,)), Request(()),  # type: ignore[arg-type]
+        Request((1,), SamplingParams(max_tokens=0)), Request((1,), SamplingParams(max_tokens=-2)),
+        Request((1,), SamplingParams(temperature=-1.0)), Request((1,), SamplingParams(temperature=float("nan"))),
+        Request((1,), SamplingParams(top_p=0.0)), Request((1,), SamplingParams(seed=2**70)),
+        Request((1,), SamplingParams(stop=("",))), Request((1,), SamplingParams(stop=("\ud800",))),
+        Request((1,), SamplingParams(stop=("x" * (5 << 20),))), Request((1,), SamplingParams(stop="abc")),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_served_is_refused_at_the_entrance(runtime: PDRuntime, request_: Request) -> None:
+    """Past it, one such request would end a stage or the coordinator, and everybody else's with it."""
+    with pytest.raises(RequestRefused):
+        runtime.add_request(request_)
+    assert runtime.statistics()["coordinator"]["live"] == 0
+
+
+@pytest.mark.parametrize("deadline", ["5", float("nan"), float("inf"), -1.0])
+def test_a_deadline_is_a_number_of_seconds(runtime: PDRuntime, deadline: Any) -> None:
+    with pytest.raises(RequestRefused, match="number of seconds"):
+        runtime.add_request(SHORT, deadline=deadline)
+    assert runtime.statistics()["coordinator"]["live"] == 0
+
+
+@pytest.mark.clause("C6.2", "C6.3")
+def test_the_last_stages_bad_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = Stage._end_if_done
+
+    def badly(self: Stage) -> None:
+        end(self)
+        if self.outcome is not None and self.peer.name == "decode-0":
+            self.outcome = StageOutcome(1, "scripted bad end")
+
+    class Observer:
+        fenced: ClassVar[list[str]] = []
+
+        @hookimpl
+        def kvbaton_peer_fenced(self, peer: Any) -> None:
+            self.fenced.append(peer.name)
+
+    monkeypatch.setattr(Stage, "_end_if_done", badly)
+    runtime = PDRuntime.start(settings(), hooks=[Observer()])
+    with pytest.raises(KvbatonError, match="decode-0 ended"):
+        runtime.close()
+    assert sorted(Observer.fenced) == ["decode-0", "prefill-0"]
+
+
+@pytest.mark.clause("C9.2")
+def test_statistics_that_raise_disturb_nothing(runtime: PDRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedEngine, "statistics", lambda self: 1 / 0)
+    assert "ZeroDivisionError" in runtime.statistics()["decode-0"]["error"]
+    assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+
+
+@pytest.mark.clause("C6.3")
+@pytest.mark.parametrize("method", ["has_work", "step"])
+def test_an_engine_that_breaks_its_promise_ends_its_stage_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    healthy = getattr(ScriptedEngine, method)
+
+    def broken(self: ScriptedEngine) -> Any:
+        if self.role.value == "decode" and self._sequences:
+            raise SystemExit(3)
+        return healthy(self)
+
+    monkeypatch.setattr(ScriptedEngine, method, broken)
+    runtime = PDRuntime.start(settings(deadline__shutdown=2.0))
+    end = list(runtime.stream(runtime.add_request(SHORT)))[-1]
+    assert end.finish_reason == "failed"
+    assert "SystemExit" in str(end.error)
+    monkeypatch.undo()
+    with contextlib.suppress(KvbatonError):
+        runtime.close()
+
+
+@pytest.mark.parametrize("call", ["statistics", "close", "add_request", "drain"])
+def test_a_hook_that_calls_back_is_told_and_nothing_hangs(call: str) -> None:
+    seen: list[BaseException] = []
+
+    class Caller:
+        @hookimpl
+        def kvbaton_request_finished(self) -> None:
+            try:
+                getattr(runtime, call)(*{"add_request": (SHORT,), "drain": ("decode-0",)}.get(call, ()))
+            except BaseException as error:
+                seen.append(error)
+                raise SystemExit(1) from None
+
+    with PDRuntime.start(settings(), hooks=[Caller()]) as runtime:
+        assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+        assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+    assert set(map(type, seen)) == {LocalProtocolError}
+
+
+def test_a_reader_that_is_gone_takes_nobody_along(runtime: PDRuntime) -> None:
+    runtime._service.add(RequestKey("gone"), SHORT, None, lambda: runtime._live.update({RequestKey("gone"): _raise}))
+    assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+
+
+def _raise(output: RequestOutput) -> None:
+    raise RuntimeError("Event loop is closed")

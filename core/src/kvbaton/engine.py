@@ -18,6 +18,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
+from kvbaton.errors import RequestRefused
 from kvbaton.geometry import KVGeometry
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Capacity, Reservation, Tables
@@ -44,16 +45,37 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: Generation ends after one of these (it is part of the output), besides the model's own end tokens.
     stop_token_ids: tuple[int, ...] = ()
     #: Generation ends once the text contains one of these.
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     #: Go on past the model's own end tokens.
     ignore_eos: bool = False
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a user asks for: prompt token ids (at least one) and how to go on from them."""
+    """What a user asks for: prompt token ids (at least one) and how to go on from them.
 
-    prompt: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
+    The constructor takes what it is given; :meth:`check` is what every entrance calls.
+    """
+
+    prompt: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)]
     sampling: SamplingParams = SamplingParams()
+
+    def check(self) -> int:
+        """Raise :class:`~kvbaton.errors.RequestRefused` unless every value is of its type, in its range, and can
+        travel.
+
+        Returns the bytes that the request takes on the wire.
+        """
+        if not self.prompt:
+            raise RequestRefused("the prompt is empty; give at least one token", reason="empty prompt")
+        try:
+            data = msgspec.msgpack.encode(self)
+            msgspec.msgpack.decode(data, type=type(self))
+        except (TypeError, ValueError, OverflowError) as error:
+            # ValueError: msgspec's own ValidationError, and text that is no Unicode
+            raise RequestRefused(f"the request cannot be served: {error}", reason=str(error)) from error
+        if self.sampling.temperature != self.sampling.temperature:
+            raise RequestRefused("the request cannot be served: temperature is not a number", reason="temperature")
+        return len(data)
 
     @property
     def max_length(self) -> int:

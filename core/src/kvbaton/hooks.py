@@ -207,11 +207,13 @@ class Hooks:
         # one by one: pluggy's own call stops at the first implementation that raises
         try:
             return implementation.function(*(facts[name] for name in implementation.argnames))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also a SystemExit: no observer ends a thread of kvbaton's
             self._report(hook, implementation.plugin_name, error)
             return None
 
-    def _report(self, hook: str, name: str, error: Exception) -> None:
+    def _report(self, hook: str, name: str, error: BaseException) -> None:
         with self._lock:
             seen = self.failures.get(name, 0)
             self.failures[name] = seen + 1

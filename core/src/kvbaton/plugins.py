@@ -443,7 +443,7 @@ def _best(need: Need) -> _Loaded:
     for verdict in verdicts.values():
         _log.info("transport auto: %s", verdict)
     if not usable:
-        absent = [dist for first, dist in FIRST_PARTY[CONNECTORS].items() if first not in names]
+        absent = dict.fromkeys(dist for first, dist in FIRST_PARTY[CONNECTORS].items() if first not in names)
         more = f" Others: pip install {' or '.join(absent)}" if absent else ""
         raise PluginUnavailable(
             f"no installed transport can move {need.memory_kind} memory {need.reach.replace('_', ' ')}. "

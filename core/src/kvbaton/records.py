@@ -10,7 +10,7 @@ from kvbaton.identity import RequestKey, TransferId
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request after its end.  ``milestones``: seconds since ``add_request``, in order; a stage's own are placed
+    """One request after its end.  ``milestones``: seconds since ``add_request``; a stage's own are placed
     by its clock's distance from the message that started it.  ``bytes`` and ``segments`` crossed the transport in
     ``chunks``."""
 

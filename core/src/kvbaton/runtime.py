@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import uuid
@@ -124,7 +125,7 @@ class PDRuntime:
         key = RequestKey(request_id)
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         with self._lock:
-            mine = [output for output in self._pending if output.request_id == key]
+            mine = _generation([output for output in self._pending if output.request_id == key], key in self._live)
             if key not in self._live and not mine:
                 raise LocalProtocolError(f"request {key!r} is unknown, or its end was taken already")
             if self._live.get(key) is not None:
@@ -144,8 +145,7 @@ class PDRuntime:
         outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
 
         def sink(output: RequestOutput) -> None:
-            # the application's loop may have ended while a stage was still draining
-            if not events.is_closed():
+            with contextlib.suppress(RuntimeError):  # the application's loop has ended; nobody listens any more
                 events.call_soon_threadsafe(outputs.put_nowait, output)
 
         key = self._add(request, request_id, deadline, sink)
@@ -206,8 +206,12 @@ class PDRuntime:
 
     def _add(self, request: Request, request_id: str | None, deadline: float | None, sink: Sink | None) -> RequestKey:
         key = RequestKey(uuid.uuid4().hex if request_id is None else request_id)
-        if not request.prompt:
-            raise RequestRefused(f"request {key}: the prompt is empty; give at least one token", request=key)
+        if not isinstance(request, Request) or not isinstance(key, str):
+            raise RequestRefused(
+                f"add_request takes a kvbaton.Request and a text as its id, not {type(request).__name__} and"
+                f" {type(key).__name__}: Request(prompt=tuple(runtime.tokenizer.encode(text)))",
+                request=key,
+            )
 
         def accepted() -> None:
             with self._lock:
@@ -227,6 +231,14 @@ class PDRuntime:
             else:
                 self._pending.append(output)
                 self._news.notify_all()
+
+
+def _generation(outputs: list[RequestOutput], live: bool) -> list[RequestOutput]:
+    """Of what is pending under one id: the live request's part, or that of the first one that has ended (C1.1)."""
+    ends = [index for index, output in enumerate(outputs) if output.finished]
+    if live:
+        return outputs[ends[-1] + 1 :] if ends else outputs
+    return outputs[: ends[0] + 1] if ends else outputs
 
 
 def _until_finished(outputs: queue.SimpleQueue[RequestOutput]) -> Iterator[RequestOutput]:

@@ -31,6 +31,7 @@ from kvbaton.errors import (
     KvbatonError,
     LocalProtocolError,
     RequestCancelled,
+    RequestRefused,
     RuntimeClosed,
     StartupError,
     TransferFailed,
@@ -61,6 +62,7 @@ class _Tracked:
     """What is known of a live request."""
 
     request: Request
+    number: int
     added: float
     deadline: float | None
     transfer: TransferId | None = None
@@ -117,17 +119,22 @@ class Service:
             choose=self._choose_pair,
         )  # fmt: skip
         self._commands: deque[Callable[[], None]] = deque()
-        self._channels: CoordinatorChannels
+        self._channels: CoordinatorChannels  # once ``_connected``
+        self._connected = False
         self._handles: dict[PeerId, StageHandle] = {}
         self._expected: set[PeerId] = set()  # told to exit, or killed by us
         self._tracked: dict[RequestKey, _Tracked] = {}
-        self._due: list[tuple[float, int, RequestKey, _Tracked]] = []
+        #: Ended for their callers, not yet retired everywhere: their records still get milestones.
+        self._retiring: dict[TransferId, _Tracked] = {}
+        #: Requests' own deadlines: (when, number, key); entries of ended requests are weeded out now and then.
+        self._due: list[tuple[float, int, RequestKey]] = []
         self._order = itertools.count()
         self._draining: list[tuple[PeerId, concurrent.futures.Future[bool]]] = []
         self._censuses: list[_Census] = []
         self._counts: Counter[str] = Counter()
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
+        self._gone: set[PeerId] = set()  # joined, and the end looked at
         self._start_by = time.monotonic() + deadline.startup
         self._cause: KvbatonError | None = None  # why start-up failed
         self._bad_ends: list[str] = []
@@ -183,6 +190,7 @@ class Service:
 
     def call(self, action: Callable[[], T]) -> T:
         """Run ``action`` on the service's thread and return what it returns, or raise what it raises."""
+        self._not_from_a_hook()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def command() -> None:
@@ -196,6 +204,17 @@ class Service:
 
     def add(self, key: RequestKey, request: Request, deadline: float | None, accepted: Callable[[], None]) -> None:
         """Take a request; ``accepted`` runs once it was taken and before anything is delivered for it."""
+        if deadline is not None and not (isinstance(deadline, int | float) and 0 <= deadline < math.inf):
+            raise RequestRefused(
+                f"request {key}: deadline is {deadline!r}; it is a number of seconds from now", request=key
+            )
+        size, limit = request.check(), int(self._settings.control.max_message) // 4  # the block tables travel with it
+        if size > limit:
+            raise RequestRefused(
+                f"request {key}: {size} bytes, more than the {limit} that a control message leaves for it; raise"
+                " control.max_message",
+                request=key,
+            )
         added = time.monotonic()
 
         def action() -> None:
@@ -203,10 +222,10 @@ class Service:
             if self._closing:
                 raise RuntimeClosed("the runtime is closing; it takes no more requests")
             effects = self._machine.submit(key, request, now)
-            tracked = _Tracked(request, added, None if deadline is None else added + deadline)
+            tracked = _Tracked(request, next(self._order), added, None if deadline is None else added + deadline)
             self._tracked[key] = tracked
             if tracked.deadline is not None:
-                heapq.heappush(self._due, (tracked.deadline, next(self._order), key, tracked))
+                heapq.heappush(self._due, (tracked.deadline, tracked.number, key))
             accepted()
             self._hooks.tell("kvbaton_request_added", request=key, prompt_tokens=len(request.prompt), at=added)
             self._carry_out(effects, now)
@@ -260,6 +279,7 @@ class Service:
 
     def close(self) -> None:
         """Cancel, stop and join everything.  Raises where a stage did not end as ordered."""
+        self._not_from_a_hook()
         with contextlib.suppress(RuntimeClosed):  # it ended by itself
             self._post(self._begin_closing)
         self._over.wait()
@@ -267,12 +287,20 @@ class Service:
         if self._bad_ends:
             raise KvbatonError("; ".join(self._bad_ends), stages=tuple(self._bad_ends))
 
+    def _not_from_a_hook(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise LocalProtocolError(
+                "a hook must not call back into its runtime: it runs on the coordinator's own thread, which would wait"
+                " for itself; hand the work to another thread (abort is the exception)"
+            )
+
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
             if not self._accepting:
                 raise RuntimeClosed("the runtime is closed; start another one")
             self._commands.append(command)
-        self._channels.wake()
+        if self._connected:  # before that the loop has not begun, and looks when it does
+            self._channels.wake()
 
     def _abandon(self) -> None:
         """Start-up failed or was interrupted: everything is stopped again."""
@@ -286,6 +314,7 @@ class Service:
     def _run(self) -> None:
         try:
             self._channels, launcher = self._connect()
+            self._connected = True
         except BaseException as error:
             self._accepting = False
             self._over.set()
@@ -314,6 +343,10 @@ class Service:
 
     def _launch(self, launcher: Launcher) -> None:
         for spec in self._specs:
+            while self._commands:  # a start that was interrupted
+                self._commands.popleft()()
+            if self._closing:
+                return
             self._progress(f"starting {spec.name}")
             try:
                 handle = launcher.start(spec)
@@ -326,9 +359,7 @@ class Service:
         if not self._closing:
             return False
         # senders and receivers have a shutdown deadline each, and are killed after it; only a thread survives a kill
-        return time.monotonic() > self._give_up_at or all(
-            handle.exit_status() is not None for handle in self._handles.values()
-        )
+        return time.monotonic() > self._give_up_at or self._gone >= set(self._handles)
 
     def _finish(self, launcher: Launcher) -> None:
         with self._lock:
@@ -409,6 +440,7 @@ class Service:
 
     def _on_exit(self, handle: StageHandle, now: float) -> None:
         peer, death = handle.peer, handle.death()
+        self._gone.add(peer)
         expected = peer in self._expected
         self._up.discard(peer)
         if not expected or handle.exit_status():
@@ -430,8 +462,9 @@ class Service:
         if deadline is not None and deadline <= now:
             self._carry_out(self._machine.expire(now), now)
         while self._due and self._due[0][0] <= now:
-            _, _, key, tracked = heapq.heappop(self._due)
-            if self._tracked.get(key) is tracked:  # C1.3
+            _, number, key = heapq.heappop(self._due)
+            tracked = self._tracked.get(key)
+            if tracked is not None and tracked.number == number:  # C1.3
                 tracked.overdue = True
                 self._carry_out(self._machine.abort(key, now, "C6.7: the request's own deadline passed"), now)
         for peer, future in [item for item in self._draining if self._machine.idle(item[0])]:
@@ -485,7 +518,7 @@ class Service:
         for effect in effects:
             match effect:
                 case fx.SendTo(peer, message):
-                    self._channels.send(peer, message)
+                    self._send(peer, message, now)
                 case fx.Tell(key, transfer, event):
                     self._tell(key, transfer, event, now)
                 case fx.Reached():
@@ -507,6 +540,15 @@ class Service:
                     self._counts[f"violations_{clause}"] += 1
                     _log.error("%s violation by %s: %s", clause, peer, text)
 
+    def _send(self, peer: PeerId, message: messages.Message, now: float) -> None:
+        try:
+            self._channels.send(peer, message)
+        except KvbatonError as error:
+            # what was checked at the entrance can travel; if this cannot, the channel has a gap, and a gap is a loss
+            # (A2)
+            _log.error("a %s cannot be sent to %s: %s", type(message).__name__, peer, error)
+            self._carry_out(self._machine.peer_lost(peer, str(error), now), now)
+
     def _kill(self, peer: PeerId, cause: str) -> None:
         handle = self._handles.get(peer)
         self._hooks.tell("kvbaton_peer_lost", peer=peer, cause=cause)
@@ -527,7 +569,7 @@ class Service:
                 tracked.milestones.setdefault("first_token", now - tracked.added)
                 tracked.tokens += token_ids
                 tracked.depths += exit_depths
-                self.deliver(RequestOutput(key, token_ids, exit_depths))
+                self._deliver(RequestOutput(key, token_ids, exit_depths))
             case fx.Requeued(cause):
                 _log.debug("request %s waits again: %s", key, cause)
             case fx.Ended():
@@ -536,6 +578,10 @@ class Service:
 
     def _end(self, key: RequestKey, transfer: TransferId | None, event: fx.Ended) -> None:
         tracked = self._tracked.pop(key)
+        if len(self._due) > 64 + 2 * len(self._tracked):  # T12
+            numbers = {live.number for live in self._tracked.values()}
+            self._due = [item for item in self._due if item[1] in numbers]
+            heapq.heapify(self._due)
         reason = "failed"
         error: KvbatonError | None = None
         if event.ending is fx.Ending.FINISHED and event.reason is not None:
@@ -548,13 +594,23 @@ class Service:
                 f"request {key}{f', transfer {transfer}' if transfer else ''} failed: {event.cause}",
                 request=key, transfer=transfer, cause=event.cause,
             )  # fmt: skip
+        if tracked.transfer is not None:
+            for transfer in [t for t in self._retiring if self._machine.phase(t) is None]:  # T12
+                del self._retiring[transfer]
+            self._retiring[tracked.transfer] = tracked
         record = RequestRecord(
             key, tracked.transfer, len(tracked.request.prompt), tuple(tracked.tokens), tuple(tracked.depths), reason,
             error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefix_prefill, tracked.prefix_decode,
-            tracked.prefill, tracked.decode, dict(sorted(tracked.milestones.items(), key=lambda item: item[1])),
+            tracked.prefill, tracked.decode, tracked.milestones,
         )  # fmt: skip
         self._hooks.tell("kvbaton_request_finished", record=record)
-        self.deliver(RequestOutput(key, (), (), True, reason, error, record))
+        self._deliver(RequestOutput(key, (), (), True, reason, error, record))
+
+    def _deliver(self, output: RequestOutput) -> None:
+        try:
+            self.deliver(output)
+        except Exception as error:  # a caller's sink must not take everybody else's requests with it
+            _log.error("request %s: its reader failed: %s: %s", output.request_id, type(error).__name__, error)
 
     def _reached(self, reached: fx.Reached, now: float) -> None:
         stage = reached.peer.name if reached.peer else "coordinator"
@@ -564,7 +620,9 @@ class Service:
         )  # fmt: skip
         tracked = self._tracked.get(reached.key)
         if tracked is None or tracked.transfer != reached.transfer:
-            return  # the request has ended for its caller, or is in a later generation
+            tracked = self._retiring.get(reached.transfer)
+        if tracked is None:
+            return  # an earlier generation of it
         at = now - tracked.added
         tracked.milestones[reached.milestone] = at
         if reached.milestone == Milestones.COMMITTED:

@@ -275,7 +275,7 @@ class _Given:
 
 
 def load(
-    config: Path | None = None,
+    config: Path | str | None = None,
     overrides: Mapping[str, object] | None = None,
     env: Mapping[str, str] | None = None,
     *,
@@ -297,7 +297,7 @@ def load(
     """
     layers: list[dict[tuple[str, ...], _Given]] = [
         {key: _Given(value, _DEFAULT) for key, value in _leaves(_nested(defaults or {}, {}))},
-        _from_file(config) if config is not None else {},
+        _from_file(Path(config)) if config is not None else {},
         _from_environment(env or {}),
         _from_overrides(overrides or {}, flags or {}),
     ]

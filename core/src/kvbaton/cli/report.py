@@ -16,6 +16,12 @@ from kvbaton.records import RequestRecord
 #: Requests side by side in one table of milestones.
 _ACROSS = 6
 
+#: The milestones of a transfer in the order in which one without trouble reaches them.
+_LIFE = (
+    "placed", "reserved", "prefill_started", "source_ready", "submitted", "committed", "handle_done", "received",
+    "acknowledged", "source_retired", "imported", "activated", "first_token", "finished", "destination_retired",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -123,9 +129,6 @@ def print_tables(console: Console, answers: Sequence[Answer]) -> None:
 
 
 def _in_order(milestones: Sequence[Mapping[str, float]]) -> list[str]:
-    """Every milestone that occurs, by the earliest time at which one request reached it."""
-    first: dict[str, float] = {}
-    for times in milestones:
-        for name, at in times.items():
-            first[name] = min(at, first.get(name, at))
-    return sorted(first, key=lambda name: first[name])
+    """Every milestone that occurs, in the order of a hand-off's life; what that order does not know comes last."""
+    names = list(dict.fromkeys(name for times in milestones for name in times))
+    return sorted(names, key=lambda name: _LIFE.index(name) if name in _LIFE else len(_LIFE))

@@ -14,7 +14,7 @@ from kvbaton.cli.prompts import Prompt
 from kvbaton.cli.report import Answer, as_json, differences, print_tables, verdict
 from kvbaton.cli.screen import Detokenizer, Front, Screen, Tally, screen_for
 from kvbaton.engine import Request
-from kvbaton.errors import RequestRefused, SettingsError
+from kvbaton.errors import KvbatonError, RequestRefused, SettingsError
 from kvbaton.runtime import PDRuntime, run_colocated
 from kvbaton.settings import Settings
 
@@ -33,7 +33,7 @@ def run(settings: Settings, prompts: Sequence[Prompt], *, compare: bool, as_obje
     screen = screen_for(quiet=as_object)
     try:
         with Interrupt() as interrupt:
-            answers, requests = _disaggregated(settings, prompts, screen, interrupt)
+            answers, requests, late = _disaggregated(settings, prompts, screen, interrupt)
             if interrupt.requested:
                 screen.close()
                 cancelled = len(prompts) - sum(a.record.finish_reason in ("stop", "length") for a in answers)
@@ -49,19 +49,25 @@ def run(settings: Settings, prompts: Sequence[Prompt], *, compare: bool, as_obje
         print(json.dumps(as_json(answers, None if found is None else not found), ensure_ascii=False), flush=True)
     else:
         print_tables(console.answers(), answers)
-    return _conclude(answers, found, as_object=as_object)
+    status = _conclude(answers, found, as_object=as_object)
+    if late is not None:
+        say(str(late))
+        status = status or FAILED
+    return status
 
 
 def _disaggregated(
     settings: Settings, prompts: Sequence[Prompt], screen: Screen, interrupt: Interrupt
-) -> tuple[list[Answer], list[Request]]:
+) -> tuple[list[Answer], list[Request], KvbatonError | None]:
+    """Answers, the requests behind them, and what went wrong only after all of them had ended."""
     tally = Tally()
+    answers: list[Answer] | None = None
+    requests: list[Request] = []
     screen.progress("starting")
     try:
         with PDRuntime.start(settings, hooks=[tally], progress=screen.progress) as runtime:
             interrupt.note()  # from here until everything is closed
             tokenizer = runtime.tokenizer
-            requests = []
             for prompt in prompts:
                 token_ids = tuple(tokenizer.encode(prompt.text))
                 if not token_ids:
@@ -70,9 +76,13 @@ def _disaggregated(
             serving = _Serving(runtime, settings.limits.waiting, prompts, requests, screen, tally)
             answers = serving.until_done(interrupt)
             screen.progress("stopping")
+    except KvbatonError as error:
+        if answers is None:
+            raise
+        return answers, requests, error  # a stage ended badly; the answers are there nevertheless
     finally:
         interrupt.interrupt()
-    return answers, requests
+    return answers, requests, None
 
 
 class _Serving:

@@ -91,7 +91,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``waiting``: requests that may wait.  ``passes``: how often a request that fits may pass an older one that does not
     (C2.6). ``window``: waiting requests looked at, at most, each time capacity is freed.  ``retries``: how often a
     request waits again after a stage refused it in spite of credits, and ``retry_delay`` how long at first, in
-    seconds; it doubles each time.
+    seconds; it doubles each time, up to ``longest_delay``.
     """
 
     waiting: int = 4096
@@ -99,6 +99,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: int = 32
     retries: int = 8
     retry_delay: float = 0.05
+    longest_delay: float = 1.0
 
 
 class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -975,7 +976,9 @@ class Coordinator:
 
     def _wait_again(self, waiting: _Waiting, effects: Effects) -> None:
         waiting.tries += 1
-        waiting.not_before = self._now + self._limits.retry_delay * 2 ** (waiting.tries - 1)
+        # bounded, for while it waits it is the oldest, and after some passes nobody may pass it
+        delay = self._limits.retry_delay * 2 ** min(waiting.tries - 1, 32)
+        waiting.not_before = self._now + min(delay, self._limits.longest_delay)
         self._live[waiting.key] = waiting
         bisect.insort(self._queue, waiting, key=_age)
         heapq.heappush(self._later, waiting.not_before)

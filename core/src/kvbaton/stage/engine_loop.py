@@ -198,7 +198,7 @@ class EngineLoop:
     def run(self) -> None:
         try:
             while self._drain():
-                if not self._broken and self._engine.has_work():
+                if self._has_work():
                     self._step()
         finally:
             self.ended.set()
@@ -208,14 +208,14 @@ class EngineLoop:
         busy = not self._inbox.empty()
         while not self._inbox.empty():
             self._carry_out(self._inbox.get_nowait())
-        if not self._broken and self._engine.has_work():
+        if self._has_work():
             self._step()
             return True
         return busy
 
     def _drain(self) -> bool:
         """Carry out what waits; block for the first command when the engine is idle.  False on Quit."""
-        wait = self._broken or not self._engine.has_work()
+        wait = not self._has_work()
         while True:
             try:
                 command = self._inbox.get(block=wait)
@@ -226,22 +226,43 @@ class EngineLoop:
             self._carry_out(command)
             wait = False
 
+    def _has_work(self) -> bool:
+        if self._broken:
+            return False
+        try:
+            return self._engine.has_work()
+        except BaseException as error:
+            self._break(error)
+            return False
+
+    def _break(self, error: BaseException) -> None:
+        """The engine broke its promise: nothing more is computed, and the stage is told."""
+        self._broken = True
+        self._report(EngineFailed(error))
+
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
-        except Exception as error:
-            self._broken = True
-            self._report(EngineFailed(error))
+        except BaseException as error:  # also a SystemExit: a loop that ended unseen would leave the pump waiting
+            self._break(error)
             return
         if outputs:
             self._report(Produced(tuple(outputs)))
+
+    def _admit(self, admission: Admission) -> None:
+        """An engine that raises instead of refusing has refused; what it had taken by then is given back."""
+        try:
+            self._engine.reserve_transfer(admission)
+        except Exception as error:
+            self._engine.release_transfer(admission.transfer)
+            self._report(Refused(admission.transfer, f"{type(error).__name__}: {error}", False))
 
     def _carry_out(self, command: Command) -> None:
         engine = self._engine
         try:
             match command:
                 case Admit(admission):
-                    engine.reserve_transfer(admission)
+                    self._admit(admission)
                 case Import(transfer, valid, begin):
                     if begin(transfer):  # C1.3
                         engine.accept_import(transfer, valid)
@@ -254,16 +275,24 @@ class EngineLoop:
                     engine.release_transfer(transfer)
                     self._report(Released(transfer))
                 case Query(question, answer):
-                    answer(question(engine))
+                    answer(_answered(question, engine))
                 case Nudge() | Quit():
                     pass
         except Exception as error:
             subject = _subject(command)
             # a release that raises leaves memory in doubt: that is the engine's end, not one transfer's
             if subject is None or isinstance(command, Release | Suspend):
-                self._report(EngineFailed(error))
+                self._break(error)
             else:
                 self._report(CommandFailed(subject, error))
+
+
+def _answered(question: Callable[[StageEngine], object], engine: StageEngine) -> object:
+    """The answer, or the exception in its place: a question disturbs nothing (C9.2)."""
+    try:
+        return question(engine)
+    except Exception as error:
+        return error
 
 
 def _subject(command: Command) -> TransferId | None:

@@ -80,6 +80,7 @@ class Stage(ABC):
         self._greeted = False
         self._stop_by: float | None = None
         self._orphaned = False
+        self._told_to_stop = False
         self._fatal: str | None = None
         self._engine_broken = False
         self._endpoints: dict[PeerId, Endpoint] = {}
@@ -192,6 +193,7 @@ class Stage(ABC):
             case messages.Disconnect(peer=peer):
                 self._run(self.machine.disconnect(peer))
             case messages.Stop():
+                self._told_to_stop = True
                 self._begin_stop()
                 self._run(self.machine.stop())
             case messages.Call():
@@ -347,8 +349,13 @@ class Stage(ABC):
         match call.method:
             case "statistics":
 
-                def answer(engine: Any) -> None:
-                    self._reports.append(_Answer(messages.Reply(call.control_id, call.session_id, engine)))
+                def answer(result: Any) -> None:
+                    failed = isinstance(result, Exception)
+                    reply = messages.Reply(
+                        call.control_id, call.session_id, None if failed else result,
+                        f"{type(result).__name__}: {result}" if failed else None,
+                    )  # fmt: skip
+                    self._reports.append(_Answer(reply))
                     self.channel.wake()
 
                 self._post_command(loop.Query(lambda engine: self._statistics(engine.statistics()), answer))
@@ -395,7 +402,8 @@ class Stage(ABC):
         late = self._clock() >= self._stop_by
         if not drained and not late:
             return
-        why = self._fatal or ("the coordinator is gone" if self._orphaned else "stopped")
+        orphan = self._orphaned and not self._told_to_stop
+        why = self._fatal or ("the coordinator is gone" if orphan else "stopped")
         if late and not drained:
             held = ", ".join(f"{t} {p.name}" for t, p in self.machine.transfers().items()) or "releases by the engine"
             why = f"{why}; shutdown deadline of {self._shutdown_deadline:g} s passed, still held: {held}"

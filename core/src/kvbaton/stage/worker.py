@@ -71,13 +71,22 @@ def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
         )
         engine = engine_plugin.open(settings.model, engine_options, Role(spec.role), device)
     except KvbatonError as error:
-        _refuse(spec, channel, error)
+        _refuse(spec, channel, str(error))
+        return 1
+    except Exception as error:  # out of memory, a broken checkpoint: the operator reads one line, the log has the rest
+        _log.debug("stage %s", spec.name, exc_info=error)
+        _refuse(spec, channel, f"the engine could not be opened: {type(error).__name__}: {error}")
         return 1
     try:
         guard = open_guard(connector_plugin, connector_options, engine, settings, channel, device)
     except KvbatonError as error:
         engine.close()
-        _refuse(spec, channel, error)
+        _refuse(spec, channel, str(error))
+        return 1
+    except Exception as error:
+        engine.close()
+        _log.debug("stage %s", spec.name, exc_info=error)
+        _refuse(spec, channel, f"its memory could not be set up: {type(error).__name__}: {error}")
         return 1
     stage, loop = join(engine, guard, settings, channel)
     return run(stage, loop, engine, settings)
@@ -167,9 +176,9 @@ def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings)
     return outcome.status
 
 
-def _refuse(spec: StageSpec, channel: StageChannel, error: KvbatonError) -> None:
-    _log.error("stage %s cannot start: %s", spec.name, error)
-    channel.send(messages.Fatal(str(error)))
+def _refuse(spec: StageSpec, channel: StageChannel, why: str) -> None:
+    _log.info("stage %s cannot start: %s", spec.name, why)
+    channel.send(messages.Fatal(why))
 
 
 __all__ = ["ENTRY", "EnginePlugin", "join", "main", "open_guard", "run", "stage_settings"]
