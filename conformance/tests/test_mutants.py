@@ -89,7 +89,7 @@ def plan(tests):
     dies = edit(GuardedConnector.submit, "    self._enter()", "    __import__('os')._exit(7)")
     yield Trial(Mutant("dies", "guard", "all", ("T6",), (dies,)), some)
 
-carry_out("", plan, lambda trial: print(trial.mutant.name, trial.ran, trial.caught, trial.ended, file=sys.stderr), 2)
+carry_out("reference", plan, lambda trial: print(trial.mutant.name, trial.ran, trial.caught, trial.ended, file=sys.stderr), 2)
 """
 
 

@@ -95,6 +95,7 @@ class Run:
         self.record.catches(trial.mutant.name, caught)
         for failure in trial.failures:
             self.record.proves(failure.test.split("[")[0], trial.mutant.name, failure.test)
+        self.record.save()
         self._say(trial, "caught", f"{caught.clause} by {caught.test}")
 
     def cover(self) -> None:
@@ -148,15 +149,19 @@ class Run:
 
 
 def _likely(mutant: Mutant, tests: Sequence[Test]) -> list[Test]:
-    """All tests that can see it, those of its clauses first, and of these the ones of its own level."""
-    clauses = set(mutant.clauses)
+    """All tests that can see it: those of its first clause, of its others, the rest; its own level before others."""
+    order = {clause: number for number, clause in enumerate(mutant.clauses)}
     level = {"connector": "connector", "guard": "guard", "engine": "engine"}.get(mutant.place, "handoff")
     able = [test for test in tests if not test.two_processes or mutant.connector]
     if not mutant.two_processes:
         able = [test for test in able if not test.two_processes] or able
     else:
         able = [test for test in able if test.two_processes]
-    return sorted(able, key=lambda test: (not test.clauses & clauses, test.level != level))
+
+    def rank(test: Test) -> tuple[int, bool]:
+        return min((order.get(clause, len(order)) for clause in test.clauses), default=len(order)), test.level != level
+
+    return sorted(able, key=rank)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 
 def broken(
-    name: str, breaks: str, clauses: str, *, guard: str = "", two: bool = False, base: str = "", plugin: Any = ReferencePlugin
+    name: str, breaks: str, clauses: str, *, guard: str = "", two: bool = False, base: str = "reference", plugin: Any = ReferencePlugin
 ) -> Callable[[type[ReferenceConnector]], type[ReferenceConnector]]:
     """Register a class of connectors as a mutant.  ``two``: its fault shows between two processes only."""
 

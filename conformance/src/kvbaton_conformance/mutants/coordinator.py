@@ -63,18 +63,18 @@ guard(
 )  # fmt: skip
 guard(
     "C.reserved-only-while-reserving", "a Reserved that comes after the cancel starts P all the same",
-    "C2.5 C5.2 C2.1 C7.4",
+    "C2.5 C5.2 C2.1 C7.4 C6.1",
     edit(C._reserved, "if entry.phase is not _RESERVING:\n", "if entry.phase is not _RESERVING and not _is_ended:\n",
          "    if entry.phase", "    _is_ended = entry.phase is _ENDED\n    if entry.phase",
          "self._move(entry, _PREFILLING)", "_is_ended or self._move(entry, _PREFILLING)"),
 )  # fmt: skip
 guard(
-    "C.commit-only-while-prefilling", "a Commit that comes after the end is progress", "C7.4 C1.1",
+    "C.commit-only-while-prefilling", "a Commit that comes after the end is progress", "C7.4 C1.1 C6.1",
     edit(C._commit, "elif entry.phase is _PREFILLING:", "elif entry.phase is _PREFILLING or entry.phase is _ENDED:",
          "self._move(entry, _COMMITTED)", "entry.phase = _COMMITTED"),
 )  # fmt: skip
 guard(
-    "C.received-only-while-committed", "a Received that comes after the end is progress", "C7.4 C1.1",
+    "C.received-only-while-committed", "a Received that comes after the end is progress", "C7.4 C1.1 C6.1",
     edit(C._received, "if entry.phase is _COMMITTED:", "if entry.phase is _COMMITTED or entry.phase is _ENDED:",
          "self._move(entry, _RECEIVED)", "entry.phase = _RECEIVED"),
 )  # fmt: skip
@@ -109,7 +109,7 @@ guard(
     "C.release-waits-for-p", "D is released at once, while P still writes", "C5.2", edit(C._end, _WORD, "word = Release(transfer)"),
 )  # fmt: skip
 guard(
-    "C.release-when-p-untold", "a D whose P was never told is cancelled and waits for a release", "C2.5 C5.2",
+    "C.release-when-p-untold", "a D whose P was never told is cancelled and waits for a release", "C5.2 C2.5 C6.1",
     edit(C._end, _WORD, "word = Cancel(transfer)"),
 )  # fmt: skip
 guard(
@@ -237,11 +237,11 @@ add(
     edit(_DeadlineQueue.due, "return entry if deadline <= now else None", "return None"),
 )  # fmt: skip
 add(
-    "the-reserve-deadline-is-missing", "a D that never answers a Reserve holds its request for ever", "C6.7",
+    "the-reserve-deadline-is-missing", "a D that never answers a Reserve holds its request for ever", "C6.7 C6.3",
     edit(C._begin, "    self._set_deadline(entry, self._reserve)\n", ""),
 )  # fmt: skip
 add(
-    "the-receipts-deadline-is-missing", "receipts that never come are waited for without end", "C6.7",
+    "the-receipts-deadline-is-missing", "receipts that never come are waited for without end", "C6.7 C6.3",
     edit(C._commit, "self._set_deadline(entry, self._receipts)", "self._set_deadline(entry, None)"),
 )  # fmt: skip
 add(

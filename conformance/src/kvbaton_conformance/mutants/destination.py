@@ -86,11 +86,10 @@ add(
 )  # fmt: skip
 add(
     "an-end-without-a-fence-is-one", "D frees although its end went down without proof", "C6.4 C5.2",
-    edit(D.peer_down, "    if quiet:\n        self._links[peer] = PeerLink.QUIET",
-         "    quiet = True\n    if quiet:\n        self._links[peer] = PeerLink.QUIET"),
+    edit(D.peer_down, "    effects: Effects = [Send(", "    quiet = True\n    effects: Effects = [Send("),
 )  # fmt: skip
 add(
-    "a-receipt-from-anybody-counts", "a receipt from a peer that has no part in the transfer counts", "C7.2 C1.4",
+    "a-receipt-from-anybody-counts", "a receipt from a peer that has no part in the transfer counts", "C7.2 C1.4 C6.3",
     edit(D.receipt, "if receipt.peer != record.source:", "if False:"),
 )  # fmt: skip
 add(
@@ -98,7 +97,7 @@ add(
     edit(D.receipt, "if sequence < 0 or sequence >= (record.count or MAX_CHUNKS):", "if False:"),
 )  # fmt: skip
 add(
-    "a-conflicting-commit-is-taken-by-d", "a second Commit with another count is taken by D", "C7.2",
+    "a-conflicting-commit-is-taken-by-d", "a second Commit with another count is taken by D", "C7.2 C6.3",
     edit(D.commit, "if record.count == count:", "if True:"),
 )  # fmt: skip
 add(
@@ -108,7 +107,7 @@ add(
     edit(D.cancel, "record.cancelled = True", "pass"),
 )  # fmt: skip
 add(
-    "an-orphan-frees-what-may-be-written", "a D whose coordinator is gone frees without a fence", "C6.6 C5.2 C6.4",
+    "an-orphan-frees-what-may-be-written", "a D whose coordinator is gone frees without a fence", "C6.6 C5.2 C6.4 C3.1",
     edit(D._release_if_fenced, "fenced = self._links.get(record.source) is PeerLink.QUIET", "fenced = True"),
 )  # fmt: skip
 add(
@@ -121,14 +120,6 @@ add(
     edit(D.engine_failed, "        Send(Failed(transfer, cause, record.missing)),\n", ""),
 )  # fmt: skip
 add(
-    "output-after-the-end", "tokens of a cancelled request are sent on", "C7.4 C1.1",
-    edit(D.output, "if not record or record.phase is not _ACTIVE:", "if not record:"),
-)  # fmt: skip
-add(
     "a-stopping-d-reserves", "D takes a Reserve after Stop", "C6.2 C6.6",
     edit(D.reserve, "if self._stopping:", "if False:"),
-)  # fmt: skip
-add(
-    "links-of-dead-writers-are-kept", "what D knows of a writer stays when it is gone in peace", "T12",
-    edit(D._prune, "del self._links[peer]", "pass"),
 )  # fmt: skip

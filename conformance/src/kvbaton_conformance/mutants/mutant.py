@@ -89,8 +89,8 @@ class Mutant:
     connector: str = ""
     #: Its fault shows between two processes only.
     two_processes: bool = False
-    #: The connector whose tests are run: empty for the reference, see ``BASES``.
-    base: str = ""
+    #: The connector whose tests are run, see :data:`kvbaton_conformance.mutants.trial.BASES`.
+    base: str = "core"
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ guard(
 )  # fmt: skip
 guard(
     "P.cancel-by-transfer", "Cancel acts on the newest transfer, as a look-up by request id would find it",
-    "C1.1 C1.2 C1.3",
+    "C1.1 C1.2 C1.3 A1",
     edit(P.cancel, _RECORD, _NEWEST),
 )  # fmt: skip
 guard(

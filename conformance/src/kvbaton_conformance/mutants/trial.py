@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
@@ -24,9 +25,17 @@ from kvbaton_conformance.mutants.mutant import Mutant
 
 _MODULE = "kvbaton_conformance.mutants"
 
+
+def _core() -> str:
+    """What core is judged over: a wire that can be stepped shows more, and faster, than one that moves by itself."""
+    stepped = any(entry.name == "loopback" for entry in entry_points(group="kvbaton.connectors"))
+    return "loopback" if stepped else f"{_MODULE}.reference:plugin"
+
+
 #: Connectors that keep the contract: what is run against them collects the tests.
 BASES = {
-    "": f"{_MODULE}.reference:plugin",
+    "core": _core(),
+    "reference": f"{_MODULE}.reference:plugin",
     "own": f"{_MODULE}.connectors:own_memory",
     "two": f"{_MODULE}.connectors:other_processes_only",
 }
@@ -160,12 +169,15 @@ class _Running:
         trial.seconds = time.monotonic() - self.started
         for line in self.said.splitlines():
             word = json.loads(line)
+            if "died" in word:
+                trial.ended = word["died"]
+                continue
             if "failure" in word:
                 trial.failures.append(Failure(**word["failure"]))
             trial.ran += 1
         if self.killed:
             trial.ended = f"hung: killed after {trial.limit:g} s"
-        elif status:
+        elif status and not trial.ended:
             trial.ended = f"died: status {status}"
         return trial
 
@@ -192,6 +204,8 @@ def _start(trial: Trial, items: dict[str, pytest.Item]) -> _Running:
                 os.dup2(log.fileno(), descriptor)
             _run(trial, [items[id] for id in trial.tests if id in items], lambda word: os.write(write, word))
         status = 0
+    except BaseException as error:
+        os.write(write, json.dumps({"died": f"{type(error).__name__}: {error}"}).encode() + b"\n")
     finally:
         os._exit(status)
 

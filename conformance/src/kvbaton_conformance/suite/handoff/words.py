@@ -246,6 +246,74 @@ class Words(DeploymentTopic):
         )  # fmt: skip
         world.abandon()
 
+    @pytest.mark.clause("T9", "C6.1")
+    @pytest.mark.mode("in-process")
+    def test_a_cancel_reaches_the_transport(self, world: Deployment) -> None:
+        """A request is cancelled with chunks in the transport's own queue: the transport is told, once."""
+        answer = world.submit("a", REQUEST)
+        boundaries.committed(world)
+        p = world.seats["prefill-0"]
+        world.abort("a")
+        world.settle()
+        require(
+            p.gate.called("cancel") == [answer.transfer], "T9",
+            "the transport was not told that a transfer is cancelled", expected="cancel(transfer), once",
+            seen=p.gate.called("cancel"),
+        )  # fmt: skip
+        world.let_go()
+        world.run_until(world.idle, "C6.1: both sides drain")
+        world.finish()
+
+    @pytest.mark.clause("T6")
+    @pytest.mark.mode("in-process")
+    def test_a_stuck_destination_holds_up_no_other(self, open_deployment: OpenDeployment) -> None:
+        """One P, two D.  The chunks to one D do not complete and fill its share; the other D's request goes on.
+
+        Troubleshooting:
+        - both stand still: chunks of all destinations wait in one line.
+        """
+        world = open_deployment(stepped=True, decode=2, settings={"transfer.unreceipted_chunks": 2})
+        p = world.seats["prefill-0"]
+        stuck = world.submit("stuck", REQUEST)
+        p.gate.hold("completions")
+        p.gate.of = lambda transfer: transfer == stuck.transfer
+        world.run_until(lambda: p.figures()["full_total"] > 0, "T6: the first destination has its share")
+        other = world.submit("other", OTHER)
+        world.run_until(lambda: other.ended, "T6: a request to another destination goes on")
+        require(not stuck.ended, "T6", "a request ended whose chunks have not", seen=stuck)
+        world.let_go()
+        world.run_until(world.idle, "T6: then the first goes on as well")
+        for key in world.answers:
+            world.check_answer(key)
+        world.finish()
+
+    @pytest.mark.clause("T6")
+    @pytest.mark.mode("in-process")
+    def test_back_pressure_reaches_the_engine_and_is_eased(self, open_deployment: OpenDeployment) -> None:
+        """The transport takes nothing for a while: P's engine stops computing ahead, and goes on later.
+
+        Troubleshooting:
+        - it computes to the end: ``can_schedule`` does not look at what waits to be sent;
+        - it never goes on: nobody asks the engine again when there is room.
+        """
+        limit = 4096
+        world = open_deployment(stepped=True, settings={"transfer.inflight_bytes": limit})
+        p = world.seats["prefill-0"]
+        p.gate.hold("submissions")
+        world.submit("a", request(0, 150))
+        world.run_until(lambda: world.p is SourcePhase.PREFILLING, "C2.1: P is told")
+        world.settle()
+        computed = max((progress.chunks for progress in world.letters(messages.Progress)), default=0)
+        p.gate.let_go()
+        world.run_until(world.idle, "T6: with room again the request ends")
+        count = world.letters(messages.Commit)[0].count
+        require(
+            0 < computed < count // 2, "T6", "the engine computed on although nothing could be sent",
+            expected=f"less than half of {count} chunks", seen=f"{computed} chunks with {limit} bytes allowed",
+        )  # fmt: skip
+        world.check_answer("a")
+        world.finish()
+
     # -- at D ----------------------------------------------------------------------------------------------------------
 
     @pytest.mark.clause("C7.4", "C4.2", "C5.2")
@@ -297,3 +365,26 @@ class Words(DeploymentTopic):
             seen=f"{published:g} blocks of its prompt", look="the second look right before the import",
         )  # fmt: skip
         world.finish()
+
+    @pytest.mark.clause("C6.4", "C5.2")
+    @pytest.mark.mode("in-process")
+    def test_an_end_that_is_down_proves_nothing_without_a_fence(self, world: Deployment, subject: Subject) -> None:
+        """D's end of a connection goes down and does not say quiet, with chunks under way: D holds.
+
+        Troubleshooting:
+        - D frees: that nothing comes any more was taken for proof that nothing can.
+        """
+        answer = world.submit("a", REQUEST)
+        boundaries.committed(world)
+        d = world.seats["decode-0"]
+        d.gate.inject(PeerEvent(world.seats["prefill-0"].peer, False, False, broken_wire()))
+        world.run_until(lambda: answer.ended, "C6.4: a connection that is down ends its requests")
+        world.settle()
+        require(
+            d.phases.get(answer.transfer) is DestinationPhase.HELD
+            and world.coordinator.credits_out(answer.transfer) == (True, True), "C6.4",
+            "memory was freed on a connection's end that proves nothing", expected="D HELD, both credits out",
+            seen=world.describe(),
+        )  # fmt: skip
+        world.crash("prefill-0")
+        after_a_death(world, subject)
