@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from kvbaton import PDRuntime, Request, RequestOutput, RequestRecord, SamplingParams, Settings, hookimpl, load
+from kvbaton.control.inproc import InprocCoordinatorChannels
 from kvbaton.errors import (
     DuplicateRequest,
     GeometryError,
     KvbatonError,
     LocalProtocolError,
+    MessageError,
     ModelNotFound,
     PluginUnavailable,
     PromptTooLong,
@@ -476,3 +478,52 @@ def test_a_reader_that_is_gone_takes_nobody_along(runtime: PDRuntime) -> None:
 
 def _raise(output: RequestOutput) -> None:
     raise RuntimeError("Event loop is closed")
+
+
+@pytest.mark.clause("C9.3", "C2.5")
+def test_a_prefill_that_is_too_large_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserve fits a control message, Prefill with the block tables does not."""
+    send = InprocCoordinatorChannels.send
+    too_large: set[str] = set()
+
+    def narrow(self: InprocCoordinatorChannels, peer: Any, message: Any) -> None:
+        if type(message).__name__ in too_large:
+            raise MessageError("C9.3: a message of 17 MiB, more than the 16 MiB allowed (control.max_message)")
+        send(self, peer, message)
+
+    monkeypatch.setattr(InprocCoordinatorChannels, "send", narrow)
+    with PDRuntime.start(settings()) as runtime:
+        for kind in ("Reserve", "Prefill"):
+            too_large.add(kind)
+            end = list(runtime.stream(runtime.add_request(SHORT)))[-1]
+            assert (end.finish_reason, "17 MiB" in str(end.error)) == ("failed", True)
+            too_large.clear()
+            until(lambda: runtime.statistics()["coordinator"]["transfers"] == 0)
+            assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+
+
+def test_a_display_that_fails_shows_nothing_and_breaks_nothing() -> None:
+    def progress(text: str) -> None:
+        raise OSError("the terminal is gone")
+
+    with PDRuntime.start(settings(), progress=progress) as runtime:
+        assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
+
+
+def test_a_drain_that_timed_out_leaves_nothing(slow_decode: threading.Event) -> None:
+    with PDRuntime.start(settings()) as runtime:
+        runtime.add_request(SHORT)
+        until(lambda: runtime.statistics()["coordinator"]["transfers"] == 1)
+        assert not any(runtime.drain("decode-0", timeout=0.001) for _ in range(20))
+        until(lambda: len(runtime._service._draining) <= 1)
+        slow_decode.set()
+
+
+@pytest.mark.clause("C6.3", "T10")
+def test_a_stage_that_ends_badly_says_what_it_held() -> None:
+    runtime = PDRuntime.start(settings(transport__options={"stall_chunks": [0]}, deadline__shutdown=0.3))
+    runtime.add_request(SHORT)
+    until(lambda: runtime.statistics()["prefill-0"]["transport"]["outstanding"])
+    with pytest.raises(KvbatonError, match=r"prefill-0 ended.*still held: [0-9a-f]{32} DRAINING"):
+        runtime.close()
+    runtime.close()

@@ -53,7 +53,6 @@ class PDRuntime:
         self._news = threading.Condition(self._lock)
         #: Live requests, with the stream that takes their outputs (None: ``step`` does).
         self._live: dict[RequestKey, Sink | None] = {}
-        self._closed = False
         service.deliver = self._deliver
 
     @classmethod
@@ -183,10 +182,6 @@ class PDRuntime:
         Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered; everything is over
         nevertheless.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
         self._service.close()
 
     def __enter__(self) -> PDRuntime:

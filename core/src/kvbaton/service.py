@@ -30,6 +30,7 @@ from kvbaton.engine import Request, Role
 from kvbaton.errors import (
     KvbatonError,
     LocalProtocolError,
+    MessageError,
     RequestCancelled,
     RequestRefused,
     RuntimeClosed,
@@ -106,7 +107,7 @@ class Service:
         self.stages = tuple(spec.name for spec in specs)
         self._settings = settings
         self._hooks = hooks
-        self._progress = progress
+        self._show = progress
         self._connect = connect
         self._specs = specs
         limits, deadline = settings.limits, settings.deadline
@@ -135,6 +136,7 @@ class Service:
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
         self._gone: set[PeerId] = set()  # joined, and the end looked at
+        self._last_words: dict[PeerId, str] = {}
         self._start_by = time.monotonic() + deadline.startup
         self._cause: KvbatonError | None = None  # why start-up failed
         self._bad_ends: list[str] = []
@@ -155,9 +157,6 @@ class Service:
         if transport.name == "auto":
             transport = transport.model_copy(update={"name": placement.plugin.name})
         settings = settings.model_copy(update={"transport": transport})
-        progress(
-            f"transport {placement.plugin.name}, stages as {'threads' if placement.launch == 'inproc' else 'processes'}"
-        )
         specs = _specs(settings, placement.need.reach, connector)
 
         def connect() -> tuple[CoordinatorChannels, Launcher]:
@@ -178,6 +177,9 @@ class Service:
             return sockets, ProcessLauncher(sockets, orphan_grace=2 * settings.deadline.shutdown)
 
         service = cls(settings, hooks, progress, connect, specs)
+        service._progress(
+            f"transport {placement.plugin.name}, stages as {'threads' if placement.launch == 'inproc' else 'processes'}"
+        )
         service._thread.start()
         try:
             service._ready.result()
@@ -257,7 +259,7 @@ class Service:
         try:
             return future.result(timeout)
         except concurrent.futures.TimeoutError:
-            return False
+            return not future.cancel()  # cancelled: nobody waits for it any more; else it came true just now
 
     def statistics(self) -> dict[str, Any]:
         """C9.2: one reply or error of each stage within ``deadline.control``."""
@@ -284,8 +286,9 @@ class Service:
             self._post(self._begin_closing)
         self._over.wait()
         self._thread.join()
-        if self._bad_ends:
-            raise KvbatonError("; ".join(self._bad_ends), stages=tuple(self._bad_ends))
+        ends, self._bad_ends = tuple(self._bad_ends), []
+        if ends:
+            raise KvbatonError("; ".join(ends), stages=ends)
 
     def _not_from_a_hook(self) -> None:
         if threading.current_thread() is self._thread:
@@ -293,6 +296,12 @@ class Service:
                 "a hook must not call back into its runtime: it runs on the coordinator's own thread, which would wait"
                 " for itself; hand the work to another thread (abort is the exception)"
             )
+
+    def _progress(self, text: str) -> None:
+        try:
+            self._show(text)
+        except Exception as error:  # a display must not end what it shows
+            _log.error("showing progress failed: %s: %s", type(error).__name__, error)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -333,9 +342,10 @@ class Service:
         while not self._is_over():
             self._channels.wait(self._nap())
             now = time.monotonic()
+            exited = launcher.exited()  # before the messages, so that a stage's last ones come before its end
             for event in self._channels.receive():
                 self._on_event(event, now)
-            for handle in launcher.exited():
+            for handle in exited:
                 self._on_exit(handle, now)
             while self._commands:
                 self._commands.popleft()()
@@ -369,7 +379,8 @@ class Service:
         for census in self._censuses:
             census.future.set_result(census.result)
         for _, future in self._draining:
-            future.set_result(False)
+            if not future.cancelled():
+                future.set_result(False)
         # whoever still waits for a request learns its end
         for key in tuple(self._tracked):
             self._end(key, None, fx.Ended(fx.Ending.FAILED, None, "the runtime ended"))
@@ -413,7 +424,8 @@ class Service:
                 self._up.add(peer)
                 self._progress(f"{peer.name} is up")
             case messages.Fatal(cause):
-                _log.error("%s: %s", peer, cause)
+                _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s: %s", peer, cause)
+                self._last_words[peer] = cause
                 if not self._ready.done():
                     self._fail_startup(StartupError(f"{peer.name}: {cause}", stage=peer.name))
             case messages.PeerDown(other, _, cause) if not self._ready.done():
@@ -445,7 +457,9 @@ class Service:
         self._up.discard(peer)
         if not expected or handle.exit_status():
             text = str(death) if death is not None else f"stage {peer.name} ended"
-            _log.error("%s", text)
+            if peer in self._last_words and self._last_words[peer] not in text:
+                text = f"{text} It said: {self._last_words[peer]}"
+            _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s", text)
             if not self._ready.done():
                 self._fail_startup(StartupError(text, stage=peer.name))
             elif self._closing:
@@ -467,9 +481,10 @@ class Service:
             if tracked is not None and tracked.number == number:  # C1.3
                 tracked.overdue = True
                 self._carry_out(self._machine.abort(key, now, "C6.7: the request's own deadline passed"), now)
-        for peer, future in [item for item in self._draining if self._machine.idle(item[0])]:
+        for peer, future in [item for item in self._draining if item[1].cancelled() or self._machine.idle(item[0])]:
             self._draining.remove((peer, future))
-            future.set_result(True)
+            if not future.cancelled():
+                future.set_result(True)
         for census in [c for c in self._censuses if not c.waiting or c.by <= now]:
             self._censuses.remove(census)
             for peer in census.waiting:
@@ -543,9 +558,18 @@ class Service:
     def _send(self, peer: PeerId, message: messages.Message, now: float) -> None:
         try:
             self._channels.send(peer, message)
+        except MessageError as error:
+            # nothing was sent, so the peer answers as it would have: it holds nothing, and this transfer ends
+            match message:
+                case messages.Reserve(transfer):
+                    self._carry_out(self._machine.handle(peer, messages.Rejected(transfer, str(error)), now), now)
+                case messages.Prefill(transfer):
+                    self._carry_out(self._machine.handle(peer, messages.Failed(transfer, str(error)), now), now)
+                    self._carry_out(self._machine.handle(peer, messages.Retired(transfer), now), now)
+                case _:
+                    self._carry_out(self._machine.peer_lost(peer, str(error), now), now)
         except KvbatonError as error:
-            # what was checked at the entrance can travel; if this cannot, the channel has a gap, and a gap is a loss
-            # (A2)
+            # a message of ours that cannot travel leaves the peer ignorant for ever: that is a loss
             _log.error("a %s cannot be sent to %s: %s", type(message).__name__, peer, error)
             self._carry_out(self._machine.peer_lost(peer, str(error), now), now)
 

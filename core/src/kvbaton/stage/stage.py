@@ -25,7 +25,7 @@ from kvbaton import messages
 from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent, Progress
 from kvbaton.control import StageChannel
 from kvbaton.engine import Role
-from kvbaton.errors import KvbatonError, QuarantineFull
+from kvbaton.errors import KvbatonError, MessageError, QuarantineFull
 from kvbaton.guard import GuardedConnector, GuardProgress
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.destination import Destination
@@ -328,7 +328,14 @@ class Stage(ABC):
                 message = self._committed(message)
             case _:
                 pass
-        self.channel.send(message)
+        try:
+            self.channel.send(message)
+        except MessageError as error:
+            about: TransferId | None = getattr(message, "transfer", None)
+            if about is None or isinstance(message, messages.Failed | messages.Retired):
+                self._die(str(error))
+            else:
+                self._reports.append(loop.CommandFailed(about, error))
 
     def _committed(self, message: messages.Commit) -> messages.Commit:
         return msgspec.structs.replace(message, timings=dict(self._timings.get(message.transfer, {})))

@@ -171,8 +171,9 @@ def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings)
         engine.close()
     outcome = stage.outcome
     assert outcome is not None, "the pump ends with an outcome"
-    log = _log.info if outcome.status == 0 else _log.error
-    log("%s ended: %s", stage.peer, outcome.reason)
+    _log.info("%s ended: %s", stage.peer, outcome.reason)
+    if outcome.status:
+        stage.channel.send(messages.Fatal(outcome.reason))  # so that whoever joins it can say why
     return outcome.status
 
 

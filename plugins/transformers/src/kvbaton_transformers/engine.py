@@ -23,7 +23,7 @@ from kvbaton.engine import (
     StepOutput,
     Tokenizer,
 )
-from kvbaton.errors import LocalProtocolError, PromptTooLong, RequestRefused
+from kvbaton.errors import CacheError, LocalProtocolError, PromptTooLong, RequestRefused
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Capacity, Reservation
 from kvbaton_transformers import support
@@ -318,8 +318,8 @@ class TransformersEngine:
         assert self._generator is not None
         job.final = None
         job.generated.append(token)
-        self._cache.append(job.held, [token])
         try:
+            self._cache.append(job.held, [token])
             reason = self._generator.reason(job.request, job.generated)
         except Exception as error:
             return self._fail(job, error)
@@ -383,6 +383,10 @@ class TransformersEngine:
 
     def _never(self, request: Request) -> RequestRefused | None:
         """Why a request can never be served here."""
+        try:
+            request.check()
+        except RequestRefused as refusal:
+            return refusal
         tokens = len(request.prompt) if self.role is Role.PREFILL else request.max_length
         if tokens > self._max_tokens:
             growth = "" if self.role is Role.PREFILL else f" and {request.sampling.max_tokens} more"
@@ -406,7 +410,11 @@ class TransformersEngine:
             return f"all {self._spec.final_slots} transfer slots are taken"
         prompt = job.request.prompt
         # D computes nothing of the prompt, so that all of it may be shared.
-        sequence = self._cache.open_import(prompt, job.request.max_length)
+        try:
+            sequence = self._cache.open_import(prompt, job.request.max_length)
+        except CacheError:
+            self._cache.slots.give(slot)
+            raise
         if sequence is None:
             self._cache.slots.give(slot)
             needed = self._cache.blocks_for(len(prompt))
