@@ -332,13 +332,15 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
             super().report(completion)
 
 
-@broken("completions-are-found-by-sequence", "an answer ends the first chunk of that sequence, whatever its transfer", "T5 T3")
+@broken("completions-are-known-by-sequence", "a completion names the first transfer that had its sequence", "T5")
 class _(ReferenceConnector):  # type: ignore[no-redef]
-    def answered(self, route: Route, answer: Answer) -> None:
-        for transfer, sequence in route.posted:
-            if sequence == answer.sequence:
-                super().answered(route, Answer(transfer, sequence, answer.written))
-                return
+    def __init__(self, peer: PeerId) -> None:
+        super().__init__(peer)
+        self.names: dict[int, TransferId] = {}
+
+    def report(self, completion: Completion) -> None:
+        first = self.names.setdefault(completion.sequence, completion.transfer)
+        super().report(replace(completion, transfer=first))
 
 
 @broken("a-completion-for-nothing", "a chunk ends that was never accepted", "T5")
@@ -361,10 +363,10 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         super().report(replace(completion, outcome=Outcome.TIMED_OUT) if late else completion)
 
 
-@broken("a-failure-is-done", "a chunk that the target did not take ends as DONE", "C5.2 C6.3 T5 C6.4 C6.1 T9")
+@broken("every-end-is-done", "chunks that were taken back end as DONE", "T9 T5 T7 C6.3 C6.4")
 class _(ReferenceConnector):  # type: ignore[no-redef]
-    def answered(self, route: Route, answer: Answer) -> None:
-        super().answered(route, Answer(answer.transfer, answer.sequence, True))
+    def report(self, completion: Completion) -> None:
+        super().report(replace(completion, outcome=Outcome.DONE, error=None))
 
 
 @broken("a-disconnect-drops-the-queue", "chunks that were not started get no end when the source disconnects", "T5")
@@ -490,10 +492,12 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         super().connect(Endpoint(peer.transport, peer.version, peer.peer, peer.regions, peer.geometry, address))
 
 
-@broken("an-unknown-chunk-raises", "a chunk for a peer that is gone raises in submit", "C6.3 T5 T7")
+@broken("a-chunk-without-bytes-raises", "submit raises for a chunk without segments", "C6.3 T5 T3 C3.4")
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def submit(self, chunk: Chunk) -> bool:
-        return super().submit(chunk) if self.routes[chunk.peer].up else False
+        if not chunk.nbytes:
+            raise ValueError("nothing to send")
+        return super().submit(chunk)
 
 
 @broken("a-hung-peer-blocks", "bytes are sent without regard to whether the peer takes them", "T6 T7", two=True)
@@ -530,7 +534,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
 
 
 @broken("bytes-of-a-closed-end-are-applied", "what a peer had sent is still written after its end was closed",
-        "C6.4 C5.2 T5 T7", guard="T.disconnect-drains")  # fmt: skip
+        "C6.4 C5.2 T5 T7", guard="T.disconnect-drains", two=True)  # fmt: skip
 class _(ReferenceConnector):  # type: ignore[no-redef]
     ghosts: tuple[tuple[int, Data], ...] = ()
 

@@ -36,8 +36,6 @@ add("prefixes-are-published-before-they-are-valid", "a reservation's blocks can 
     "C3.1 C8.3 A1",
     edit(E.reserve_transfer, "    self._sequences[admission.transfer] = sequence\n",
          "    self._sequences[admission.transfer] = sequence\n    self._publish(sequence)\n"))  # fmt: skip
-add("shared-blocks-are-written", "a cached prefix is written again by whoever shares it", "C3.3 C2.2",
-    edit(E._write, "skip = max(sequence.shared - start, 0)", "skip = 0"))  # fmt: skip
 add("a-range-is-reported-before-it-is-final", "a range is reported one token further than it is computed", "C3.7 A1",
     edit(E._prefill_step, "                end,\n                tables", "                min(end + 1, total),\n                tables"))  # fmt: skip
 add("events-come-too-early", "the device event of a range is one that is done already", "C4 C5.1",
@@ -51,7 +49,5 @@ add("an-unknown-transfer-is-an-error", "a call about a transfer that is gone rai
     edit(E.release_transfer, "        return\n    if transfer in self._queue",
          "        raise KeyError(transfer)\n    if transfer in self._queue"),
     edit(E.suspend_transfer, "        return None\n    if not", "        raise KeyError(transfer)\n    if not"))  # fmt: skip
-add("p-computes-nothing-of-a-cached-prompt", "a fully cached prompt is not computed on P", "C3.4",
-    edit(E.reserve_transfer, "min(sequence.valid, len(prompt) - 1)", "sequence.valid"))  # fmt: skip
 add("blocks-are-promised-twice", "growth of one request is given to another", "C2.4 C8.4",
     edit(E._available, "return len(self._free) + unowned - self._promised", "return len(self._free) + unowned"))  # fmt: skip

@@ -57,7 +57,7 @@ add("back-pressure-is-never-eased", "the engine is not asked again when there is
     edit(P._submit_ready, "        self._post_command(loop.Nudge())\n", "        pass\n"))  # fmt: skip
 add("a-backlog-leaks", "chunks of cancelled transfers count as backlog for ever", "T6 T12",
     edit(P._drop_chunks, "        self._backlog -= sum(chunk.nbytes for chunk in state.chunks.values())\n", ""))  # fmt: skip
-add("revocations-are-not-tried", "D waits for its writer although the transport could fence the transfer", "C5.2",
+add("revocations-are-not-tried", "D waits for its writer although the transport could fence the transfer", "C5.2 C6.4",
     edit(D._on_role_effect, "if self.guard.capabilities.revocable and self.guard.revoke(transfer):", "if False:"))  # fmt: skip
 add("a-revocation-is-taken-for-granted", "D frees although the transport has not promised it", "C5.2",
     edit(D._on_role_effect, "self.guard.capabilities.revocable and self.guard.revoke(transfer):",
@@ -93,11 +93,11 @@ add("an-import-is-not-checked", "a queued import is done whatever has become of 
 add("the-final-payload-is-not-sent", "the hidden state stays on P", "C3.4 A1",
     edit(ChunkPlanner.plan, "        source = source.concat(self._geometry.final_segment(computed.final_slot))\n"
          "        target = target.concat(plan.map.destination.final_segment(plan.reservation.final_slot))\n", ""))  # fmt: skip
-add("a-cached-prompt-sends-nothing", "a prompt that D has whole gets no chunk", "C3.4",
+add("a-cached-prompt-sends-nothing", "a prompt that D has whole gets no chunk", "C3.4 A1",
     edit(ChunkPlanner.plan, "if computed.last and not batches:", "if False:"))  # fmt: skip
 add("ds-prefix-is-sent-again", "D's valid prefix is overwritten", "C3.3 C3.2",
     edit(ChunkPlanner.begin, "reservation.arrays(), reservation.valid)", "reservation.arrays(), 0)"))  # fmt: skip
-add("the-unused-tail-is-sent", "the tail of a partial block travels", "C3.1",
+add("the-unused-tail-is-sent", "the tail of a partial block travels", "C3.1 C3.2 C5.2",
     edit(ChunkPlanner.plan, "    if end > start:\n",
          "    if computed.last and end > start:\n"
          "        end = -(-end // self._geometry.block_tokens) * self._geometry.block_tokens\n    if end > start:\n"))  # fmt: skip
@@ -108,7 +108,7 @@ add("the-first-block-is-forgotten", "the first block of a request is never sent"
     edit(ChunkPlanner.plan, "start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)",
          "start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)\n"
          "    start = start or min(end, self._geometry.block_tokens)"))  # fmt: skip
-add("limits-are-not-kept", "chunks are larger than the transport takes", "T13 C6.3",
+add("limits-are-not-kept", "chunks are larger than the transport takes", "T13 C6.3 C3.2",
     edit(ChunkPlanner.plan, "limits.max_bytes, limits.max_segments, alignment=limits.alignment)",
          "1 << 40, 1 << 40, alignment=limits.alignment)"))  # fmt: skip
 add("plans-are-kept", "what was planned for a transfer stays", "T12",

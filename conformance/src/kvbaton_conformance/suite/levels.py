@@ -11,6 +11,7 @@ from kvbaton_conformance.suite.handoff import HandoffConformance
 from kvbaton_conformance.suite.handshake import Handshake
 from kvbaton_conformance.suite.honesty import Honesty
 from kvbaton_conformance.suite.ordering import Ordering
+from kvbaton_conformance.suite.quiet import Quiet
 from kvbaton_conformance.suite.registration import Registration
 from kvbaton_conformance.suite.teardown import Teardown
 from kvbaton_conformance.suite.threads import Threads
@@ -24,6 +25,7 @@ class ConnectorLevel(
     Visibility,
     Ordering,
     Completion,
+    Quiet,
     BackPressure,
     Failure,
     Timeout,

@@ -314,6 +314,25 @@ class Words(DeploymentTopic):
         world.check_answer("a")
         world.finish()
 
+    @pytest.mark.clause("T6", "T12")
+    @pytest.mark.mode("in-process")
+    def test_a_cancelled_backlog_is_forgotten(self, open_deployment: OpenDeployment) -> None:
+        """Requests are cancelled with much waiting to be sent; the engine is not held up by what nobody waits for."""
+        world = open_deployment(stepped=True, settings={"transfer.inflight_bytes": 4096})
+        p = world.seats["prefill-0"]
+        for number in range(3):
+            p.gate.hold("submissions")
+            world.submit("a", request(1000 * number, 150))
+            world.run_until(lambda: world.p is SourcePhase.PREFILLING, "C2.1: P is told")
+            world.settle()
+            world.abort("a")
+            p.gate.let_go()
+            world.run_until(world.idle, "C6.1: both sides drain")
+        world.submit("b", request(9000, 40))
+        world.run_until(world.idle, "T6: what is computed next is sent, whatever was cancelled before")
+        world.check_answer("b")
+        world.finish()
+
     # -- at D ----------------------------------------------------------------------------------------------------------
 
     @pytest.mark.clause("C7.4", "C4.2", "C5.2")
@@ -388,3 +407,27 @@ class Words(DeploymentTopic):
         )  # fmt: skip
         world.crash("prefill-0")
         after_a_death(world, subject)
+
+    @pytest.mark.clause("C5.2")
+    @pytest.mark.requires("revocable")
+    @pytest.mark.mode("in-process")
+    def test_a_revocation_that_is_not_promised_frees_nothing(self, open_deployment: OpenDeployment) -> None:
+        """A request is cancelled while a chunk is being written: the transport cannot promise yet, and D waits.
+
+        A transport that writes in ``poll()`` can always promise; then D is free at once.
+        """
+        world = open_deployment(stepped=True)
+        answer = world.submit("a", REQUEST)
+        boundaries.committed(world)
+        world.abort("a")
+        world.settle()
+        d = world.seats["decode-0"]
+        if world.stepped:
+            require(
+                d.phases.get(answer.transfer) is DestinationPhase.HELD, "C5.2",
+                "D freed memory that is being written, on a revocation that was refused", expected="HELD",
+                seen=d.phases.get(answer.transfer), look="what revoke() returned",
+            )  # fmt: skip
+        world.let_go()
+        world.run_until(world.idle, "C5.2: D is free in the end")
+        world.finish()
