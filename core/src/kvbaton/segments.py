@@ -70,16 +70,7 @@ class Segments:
         """Columns that are known to be valid and that nobody else writes: made from valid segments."""
         for column in (region, offset, length):
             column.setflags(write=False)
-        return cls._of_read_only(region, offset, length)
-
-    @classmethod
-    def _of_read_only(cls, region: Regions, offset: Offsets, length: Offsets) -> Segments:
-        """The same of columns that are read-only: other segments' columns, or views of them."""
-        self = _new(cls)
-        _set_region(self, region)
-        _set_offset(self, offset)
-        _set_length(self, length)
-        return self
+        return _of_read_only(region, offset, length)
 
     @classmethod
     def empty(cls) -> Segments:
@@ -131,7 +122,7 @@ class Segments:
             raise TypeError(f"segments are taken by range, as in segments[2:5], not by {index!r}")
         if index.step not in (None, 1):
             raise SegmentError(f"segments are taken one after the other, not with a step of {index.step}")
-        return Segments._of_read_only(self.region[index], self.offset[index], self.length[index])
+        return _of_read_only(self.region[index], self.offset[index], self.length[index])
 
     def concat(self, *others: Segments) -> Segments:
         """These segments and then those of ``others``."""
@@ -218,6 +209,16 @@ def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
 # the slots' own setters: what Segments.__setattr__ refuses to everybody else, and the quickest way in
 _set_region, _set_offset, _set_length = (Segments.__dict__[name].__set__ for name in ("region", "offset", "length"))
 
+
+def _of_read_only(region: Regions, offset: Offsets, length: Offsets) -> Segments:
+    """Of columns that are valid and read-only: other segments' columns, or views of them."""
+    self = _new(Segments)
+    _set_region(self, region)
+    _set_offset(self, offset)
+    _set_length(self, length)
+    return self
+
+
 _EMPTY = Segments(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -278,7 +279,6 @@ def split(
     lengths = source.length  # the same on both sides, and shared
     ends = lengths.cumsum().data
     count = len(lengths)
-    view = Segments._of_read_only
     from_region, from_offset, to_region, to_offset = source.region, source.offset, target.region, target.offset
     batches = []
     first, sent = 0, 0
@@ -288,7 +288,10 @@ def split(
         batch = slice(first, last)
         length = lengths[batch]
         batches.append(
-            (view(from_region[batch], from_offset[batch], length), view(to_region[batch], to_offset[batch], length))
+            (
+                _of_read_only(from_region[batch], from_offset[batch], length),
+                _of_read_only(to_region[batch], to_offset[batch], length),
+            )
         )
         first, sent = last, ends[last - 1]
     return batches
