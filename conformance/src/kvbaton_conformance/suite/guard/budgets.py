@@ -53,7 +53,14 @@ class Budgets(RigTopic):
 
     @pytest.mark.clause("T6")
     def test_one_frozen_peer_does_not_stall_another(self) -> None:
-        """D0 completes nothing and holds its share; a hundred chunks go to D1 meanwhile, also if D1 came late."""
+        """D0 completes nothing and holds its share, no more; chunks go to D1 meanwhile, also if D1 came late."""
+        rig = Rig(D0, D1, inflight_bytes=1000)
+        while rig.guard.submit(chunk(D0, length=100)):
+            pass
+        share = rig.figure("inflight_bytes")
+        require(share == 500, "T6", "a peer has taken more than its share of the budget", expected=500, seen=share)
+        several = [rig.post(D1, length=100) for _ in range(5)]
+        require(len(several) == 5, "T6", "another peer cannot use its own share", seen=rig)
         rig = Rig(D0, inflight_bytes=1000)
         while rig.guard.submit(chunk(D0, length=100)):
             pass
