@@ -1,6 +1,6 @@
 """The library in a few lines: a real model, one prefill and one decode stage, tokens as they come.
 
-    python examples/library/stream.py
+python examples/library/stream.py
 """
 
 from __future__ import annotations

@@ -70,7 +70,11 @@ class Run:
     def _none_is_broken(self, trial: Trial) -> None:
         for failure in trial.failures:
             self.problems.append(f"nothing is broken, and {failure.test} fails: {failure.message}")
-        print(f"unmutated: {trial.ran} tests, {len(trial.failures)} failed, {trial.seconds:.0f} s {trial.ended}", file=self._out, flush=True)
+        print(
+            f"unmutated: {trial.ran} tests, {len(trial.failures)} failed, {trial.seconds:.0f} s {trial.ended}",
+            file=self._out,
+            flush=True,
+        )
 
     # -- the record is made --------------------------------------------------------------------------------------------
 
@@ -90,7 +94,9 @@ class Run:
         assert trial.mutant is not None
         if caught is None:
             others = {f"{failure.test} ({failure.clause})": None for failure in trial.failures[:6]}
-            self._say(trial, "NOT CAUGHT", f"{trial.ended} {trial.ran} tests; other failures: {', '.join(others) or 'none'}")
+            self._say(
+                trial, "NOT CAUGHT", f"{trial.ended} {trial.ran} tests; other failures: {', '.join(others) or 'none'}"
+            )
             return
         self.record.catches(trial.mutant.name, caught)
         for failure in trial.failures:

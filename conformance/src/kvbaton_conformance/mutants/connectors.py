@@ -43,7 +43,6 @@ from kvbaton_conformance.mutants.mutant import Mutant
 from kvbaton_conformance.mutants.reference import (
     CAPABILITIES,
     QUEUE,
-    Answer,
     Bye,
     Data,
     Hello,
@@ -69,7 +68,14 @@ def __getattr__(name: str) -> Any:
 
 
 def broken(
-    name: str, breaks: str, clauses: str, *, guard: str = "", two: bool = False, base: str = "reference", plugin: Any = ReferencePlugin
+    name: str,
+    breaks: str,
+    clauses: str,
+    *,
+    guard: str = "",
+    two: bool = False,
+    base: str = "reference",
+    plugin: Any = ReferencePlugin,
 ) -> Callable[[type[ReferenceConnector]], type[ReferenceConnector]]:
     """Register a class of connectors as a mutant.  ``two``: its fault shows between two processes only."""
 
@@ -105,7 +111,9 @@ class _(ReferenceConnector):
         return super().poll()
 
 
-@broken("a-second-copy-lands-later", "a chunk is written again after its receipt", "T3 C5.2", guard="T.quiet-after-receipt")
+@broken(
+    "a-second-copy-lands-later", "a chunk is written again after its receipt", "T3 C5.2", guard="T.quiet-after-receipt"
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     later: tuple[tuple[int, Data], ...] = ()
 
@@ -226,7 +234,11 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         return super().poll()
 
 
-@broken("receipts-are-known-by-sequence", "a sequence that was seen in one transfer is not reported for another", "T3 C1.2 T5 T4")
+@broken(
+    "receipts-are-known-by-sequence",
+    "a sequence that was seen in one transfer is not reported for another",
+    "T3 C1.2 T5 T4",
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def __init__(self, peer: PeerId) -> None:
         super().__init__(peer)
@@ -412,7 +424,9 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         return super().submit(chunk)
 
 
-@broken("outstanding-is-not-counted-down", "outstanding() goes on counting chunks that did not end as DONE", "T5 T10 T6")
+@broken(
+    "outstanding-is-not-counted-down", "outstanding() goes on counting chunks that did not end as DONE", "T5 T10 T6"
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def complete(
         self, route: Route, chunk: Chunk, outcome: Outcome, source: bool, target: bool, error: Exception | None
@@ -653,7 +667,12 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         super().connect(Endpoint(peer.transport, peer.version, peer.peer, peer.regions, peer.geometry, short))
 
 
-@broken("metadata-means-something-here-only", "metadata() is a number that only this process understands", "T2 T13", two=True)
+@broken(
+    "metadata-means-something-here-only",
+    "metadata() is a number that only this process understands",
+    "T2 T13",
+    two=True,
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     known: dict[bytes, bytes] = {}
 
@@ -931,7 +950,9 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
     capabilities = replace(CAPABILITIES, cross_process=False)
 
 
-@broken("reaches-nearer-than-declared", "it reaches its own process and does not declare it", "T13", two=True, base="two")
+@broken(
+    "reaches-nearer-than-declared", "it reaches its own process and does not declare it", "T13", two=True, base="two"
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     capabilities = replace(CAPABILITIES, same_process=False)
 
@@ -972,7 +993,9 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
             super().start(route, chunk)
 
 
-@broken("needs-an-alignment-that-it-does-not-declare", "odd offsets are rounded down to multiples of eight", "T13 T3 T1")
+@broken(
+    "needs-an-alignment-that-it-does-not-declare", "odd offsets are rounded down to multiples of eight", "T13 T3 T1"
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def gather(self, source: Segments) -> bytes:
         return super().gather(Segments(source.region, source.offset // 8 * 8, source.length))
@@ -1006,7 +1029,12 @@ class _ProbesTheReference(ReferencePlugin):
 _plugins["capabilities_change"] = _ProbesTheReference(_plugins["capabilities_change"].connector, "capabilities-change")
 
 
-@broken("a-probe-promises-less-than-is-opened", "a running connector declares more than its probe", "T13", plugin=_ProbesTheReference)
+@broken(
+    "a-probe-promises-less-than-is-opened",
+    "a running connector declares more than its probe",
+    "T13",
+    plugin=_ProbesTheReference,
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     capabilities = replace(CAPABILITIES, max_segments=CAPABILITIES.max_segments * 2)
 
@@ -1035,7 +1063,9 @@ class _TakesAnything(ReferencePlugin):
         return super().open(options, context)
 
 
-@broken("unknown-options-are-taken", "an option that does not exist is ignored in silence", "T13", plugin=_TakesAnything)
+@broken(
+    "unknown-options-are-taken", "an option that does not exist is ignored in silence", "T13", plugin=_TakesAnything
+)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     pass
 
@@ -1046,7 +1076,9 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
 class _Own(ReferenceConnector):
     """The reference with memory that it gives out itself: no mutant, but the base of some."""
 
-    capabilities = replace(CAPABILITIES, memory_origin="allocated", max_segments=4096, max_chunk_bytes=4 << 20, alignment=8)
+    capabilities = replace(
+        CAPABILITIES, memory_origin="allocated", max_segments=4096, max_chunk_bytes=4 << 20, alignment=8
+    )
 
     def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:
         return MemoryRegion.of_array(id, np.zeros(nbytes, np.uint8))

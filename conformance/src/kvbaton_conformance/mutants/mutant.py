@@ -1,8 +1,8 @@
 """What a mutant is, and how core is broken in one place without copying any of it."""
 
 from __future__ import annotations
-
 import __future__
+
 import inspect
 import linecache
 import textwrap

@@ -30,8 +30,10 @@ def table(mutants: Mapping[str, Mutant], record: Record) -> str:
     guards = sum(bool(mutant.guard) for mutant in mutants.values())
     lines = [
         _HEAD,
-        f"{len(mutants)} mutants, {caught} caught; {guards} of them are the guards of the protocol's model, whose names"
-        " begin with `C.`, `P.`, `D.` or `T.`.\n",
+        (
+            f"{len(mutants)} mutants, {caught} caught; {guards} of them are the guards of the protocol's model, whose names"
+            " begin with `C.`, `P.`, `D.` or `T.`.\n"
+        ),
     ]
     for place, title in _TITLES.items():
         lines.append(f"\n## {title}\n\n| mutant | what it breaks | caught by | in |\n|---|---|---|---|")
@@ -48,8 +50,7 @@ def table(mutants: Mapping[str, Mutant], record: Record) -> str:
             by_clause.setdefault(record.mutants[name][1], []).append(name)
     from kvbaton_conformance.report.verdict import clause_order
 
-    for clause in sorted(by_clause, key=clause_order):
-        lines.append(f"| {clause} | {', '.join(by_clause[clause])} |")
+    lines += [f"| {clause} | {', '.join(by_clause[clause])} |" for clause in sorted(by_clause, key=clause_order)]
     lines.append("\n## Standard tests, each with a mutant that it fails for\n\n| test | mutant |\n|---|---|")
     lines += [f"| `{test}` | {mutant} |" for test, (mutant, _) in sorted(record.tests.items())]
     return "\n".join(lines) + "\n"

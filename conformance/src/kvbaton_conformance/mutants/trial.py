@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,8 +220,8 @@ def _run(trial: Trial, items: Sequence[Any], say: Callable[[bytes], object]) -> 
     if not items:
         return
     kit = items[0].config.stash[KIT]
-    for descriptor in os.listdir("/proc/self/fd"):
-        own(descriptor=int(descriptor))
+    for descriptor in Path("/proc/self/fd").iterdir():
+        own(descriptor=int(descriptor.name))
     with contextlib.ExitStack() as stack:
         if trial.mutant is not None:
             stack.enter_context(trial.mutant.installed())
@@ -283,6 +284,7 @@ def carry_out(base: str, plan: Plan, done: Callable[[Trial], None], jobs: int) -
     arguments = [
         "-q", "-s", "-p", "no:cacheprovider", "--no-header", "--tb=line", "--conformance-partial",
         "--pyargs", "kvbaton_conformance.run", "--connector", BASES[base], "-o", "addopts=", "--rootdir", "/",
+        "-W", "ignore::pytest.PytestAssertRewriteWarning",  # the kit is loaded already: it runs this
     ]  # fmt: skip
     with tempfile.TemporaryFile("w+") as log, contextlib.redirect_stdout(log):
         gc.freeze()

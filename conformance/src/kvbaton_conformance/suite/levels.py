@@ -6,6 +6,7 @@ from kvbaton_conformance.suite.back_pressure import BackPressure
 from kvbaton_conformance.suite.cancellation import Cancellation
 from kvbaton_conformance.suite.completion import Completion
 from kvbaton_conformance.suite.cost import Cost
+from kvbaton_conformance.suite.epochs import Epochs
 from kvbaton_conformance.suite.failure import Failure
 from kvbaton_conformance.suite.handoff import HandoffConformance
 from kvbaton_conformance.suite.handshake import Handshake
@@ -22,6 +23,7 @@ from kvbaton_conformance.suite.visibility import Visibility
 class ConnectorLevel(
     Registration,
     Handshake,
+    Epochs,
     Visibility,
     Ordering,
     Completion,

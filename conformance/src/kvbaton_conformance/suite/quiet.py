@@ -49,7 +49,6 @@ class Quiet(ConnectorTopic):
                 look="what a completion with target_quiet waits for",
             )  # fmt: skip
 
-
     @pytest.mark.clause("T7", "T5")
     def test_what_is_under_way_to_a_peer_that_goes_away_ends(self, ends: Ends) -> None:
         """20 chunks that have left and that the target has not looked at; it goes away, and is proven dead.

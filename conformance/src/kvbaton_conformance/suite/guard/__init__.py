@@ -10,6 +10,7 @@ from kvbaton_conformance.suite.guard.budgets import Budgets
 from kvbaton_conformance.suite.guard.completions import Completions
 from kvbaton_conformance.suite.guard.handshakes import Handshakes
 from kvbaton_conformance.suite.guard.ownership import Ownership
+from kvbaton_conformance.suite.guard.sharing import Sharing
 from kvbaton_conformance.suite.guard.timeouts import Timeouts
 
 
@@ -20,5 +21,6 @@ class GuardConformance(
     Completions,
     Timeouts,
     Ownership,
+    Sharing,
 ):
     """Core's guard: what holds for every connector, whoever wrote it."""

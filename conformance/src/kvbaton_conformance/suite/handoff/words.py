@@ -7,6 +7,7 @@ import pytest
 
 from kvbaton import messages
 from kvbaton.connector import PeerEvent
+from kvbaton.errors import KvbatonError
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton.identity import PeerId, new_transfer_id
@@ -23,7 +24,8 @@ from kvbaton_conformance.suite.handoff.topic import OTHER, REQUEST, DeploymentTo
 class Words(DeploymentTopic):
     """C7.4, C1.3: what is late changes nothing, and nothing is done twice because it was said twice."""
 
-    # -- at the coordinator ---------------------------------------------------------------------------------------------
+    # -- at the coordinator
+    # ---------------------------------------------------------------------------------------------
 
     @pytest.mark.clause("C1.1", "C1.2", "C1.3")
     @pytest.mark.mode("in-process")
@@ -149,6 +151,25 @@ class Words(DeploymentTopic):
         )  # fmt: skip
         world.submit("a", REQUEST)
         world.run_until(world.idle, "C1.4: the present stage serves")
+        world.check_answer("a")
+        world.finish()
+
+    # -- at both stages
+    # -------------------------------------------------------------------------------------------------
+
+    @pytest.mark.clause("C9.3", "T2")
+    @pytest.mark.mode("in-process")
+    @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+    def test_an_endpoint_that_is_none_stops_nobody(self, world: Deployment, name: str) -> None:
+        """A stage is told to connect to bytes that are no endpoint: counted, and it goes on."""
+        for nonsense in (b"", b"\xc1", b"\x81\xa4peer\xc0"):
+            world.resend(name, messages.Connect(nonsense))
+        try:
+            world.settle()
+            world.submit("a", REQUEST)
+            world.run_until(world.idle, "C9.3: the stage goes on")
+        except KvbatonError as error:
+            require(False, "C9.3", "an endpoint that is none went through to the pump", seen=error)
         world.check_answer("a")
         world.finish()
 
