@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 
 #: How long the loop sleeps at most when nothing is due.
 _NAP = 0.5
+#: A stage ends by itself at its shutdown deadline and says what it held; so long after that it is killed.
+_GRACE = 1.0
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
 
@@ -115,7 +117,7 @@ class Service:
             Limits(waiting=limits.waiting, passes=limits.passes, retries=limits.retries),
             Deadlines(
                 reserve=deadline.reserve, prefill_start=deadline.prefill_start, prefill_idle=deadline.prefill_idle,
-                receipts=deadline.receipts, drain=deadline.drain, shutdown=deadline.shutdown,
+                receipts=deadline.receipts, drain=deadline.drain, shutdown=deadline.shutdown + _GRACE,
             ),
             choose=self._choose_pair,
         )  # fmt: skip
@@ -517,7 +519,7 @@ class Service:
             return
         self._closing = True
         now = time.monotonic()
-        self._give_up_at = now + 3 * self._settings.deadline.shutdown
+        self._give_up_at = now + 3 * (self._settings.deadline.shutdown + _GRACE)
         for key in tuple(self._tracked):
             self._carry_out(self._machine.abort(key, now, "the runtime closed"), now)
         self._carry_out(self._machine.fatal("the runtime closed", now), now)
