@@ -1,6 +1,7 @@
 """What the kit does not let pass: runs that judge nothing, or less than they seem to."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -152,7 +153,7 @@ def test_hardware_that_is_absent_is_a_skip_and_an_error_on_demand(judge):
     body = 'class TestMine(ConnectorConformance):\n    connector = refuses\n    needs_hardware = "such a device"\n'
     status, output = judge(body)
     assert status == 0
-    assert "unavailable, 91 tests: such a device: connector refuses cannot be judged" in output
+    assert re.search(r"unavailable, \d\d+ tests: such a device: connector refuses cannot be judged", output)
     assert "NO VERDICT on TestMine: nothing could be tried here" in output
     assert "CONFORMS" not in output
     status, output = judge(body, "--require-env", *ONE.split())
