@@ -274,3 +274,17 @@ add(
     "a-lost-peer-is-used-again", "a stage that was lost gets new requests", "C6.4",
     edit(C._lose, "    peer.status = _LOST\n", "    kill = False\n"),
 )  # fmt: skip
+add(
+    "an-early-word-is-only-ignored", "a word before its time is taken for a late one", "C7.4",
+    edit(C._received, 'self._violated(entry, entry.d, "Received before its time", effects)',
+         "self._late(entry, message, effects)"),
+    edit(C._output, 'self._violated(entry, entry.d, "Output before its time", effects)',
+         "self._late(entry, message, effects)"),
+)  # fmt: skip
+add(
+    "a-lease-ends-by-age", "a transfer is given up after an hour, whatever its deadlines say", "C8.5",
+    edit(_DeadlineQueue.due, "return entry if deadline <= now else None",
+         "return entry if min(deadline, 1000.0 + 3600.0) <= now else None"),
+    edit(C.next_deadline, "    times = [", "    times = [1000.0 + 3600.0] if any(q.entries for q in self._queues) else []\n"
+         "    times += ["),
+)  # fmt: skip

@@ -113,7 +113,7 @@ add(
 add(
     "ds-failure-frees-at-once", "a transfer that fails at D is freed although its writer goes on", "C5.2 C6.1",
     edit(D.engine_failed, "    self._cancel(record, effects)\n",
-         "    self._free(record, effects)\n"),
+         "    (self._free if record.phase is _RESERVED else self._cancel)(record, effects)\n"),
 )  # fmt: skip
 add(
     "ds-failure-is-silent", "a transfer that fails at D is not reported", "C6.3 C6.1 C6.7",
@@ -122,4 +122,12 @@ add(
 add(
     "a-stopping-d-reserves", "D takes a Reserve after Stop", "C6.2 C6.6",
     edit(D.reserve, "if self._stopping:", "if False:"),
+)  # fmt: skip
+add(
+    "receipts-must-come-in-order", "a receipt that is not the next one is dropped", "C7.3 C4.2",
+    edit(D.receipt, "    record.seen.add(sequence)\n", """\
+    if sequence != len(record.seen):
+        return [Ignored(transfer, "receipt", "out of order")]
+    record.seen.add(sequence)
+"""),
 )  # fmt: skip

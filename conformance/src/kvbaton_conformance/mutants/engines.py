@@ -49,5 +49,59 @@ add("an-unknown-transfer-is-an-error", "a call about a transfer that is gone rai
     edit(E.release_transfer, "        return\n    if transfer in self._queue",
          "        raise KeyError(transfer)\n    if transfer in self._queue"),
     edit(E.suspend_transfer, "        return None\n    if not", "        raise KeyError(transfer)\n    if not"))  # fmt: skip
-add("blocks-are-promised-twice", "growth of one request is given to another", "C2.4 C8.4",
+add("blocks-are-promised-twice", "growth of one request is given to another", "C2.4 C8.4 C6.3",
     edit(E._available, "return len(self._free) + unowned - self._promised", "return len(self._free) + unowned"))  # fmt: skip
+add("reserved-before-the-device-is-quiet", "memory is promised to a writer while D's own device may use it", "C2.7",
+    edit(E.reserve_transfer, "event = self.device.event() if self.device.pending() else None", "event = None"))  # fmt: skip
+add("a-fault-is-an-exception", "a request that cannot be computed is an exception of the step", "C6.3",
+    edit(E._prefill_step, 'outputs.append(StepOutput(transfer, error=RuntimeError("scripted: compute fails")))',
+         'raise RuntimeError("scripted: compute fails")'),
+    edit(E._decode_step, 'outputs.append(StepOutput(transfer, error=RuntimeError("scripted: decode fails")))',
+         'raise RuntimeError("scripted: decode fails")'))  # fmt: skip
+add("the-figures-do-not-add-up", "cached blocks that are in use are counted twice", "C8.4",
+    edit(E.statistics, "for block in self._cached_blocks if not self._owners.get(block))", "for block in self._cached_blocks)"))  # fmt: skip
+add("a-suspended-transfer-is-imported", "an import of a transfer that was suspended makes it run", "C1.3",
+    edit(E.accept_import, "if sequence is None or sequence.suspended:", "if sequence is None:"))  # fmt: skip
+add("the-final-slot-is-kept", "the final slot is held until the release", "C4 C2.5",
+    edit(E.accept_import, "    self._give_slot(sequence)\n", ""))  # fmt: skip
+add("leased-blocks-are-evicted", "blocks of a reservation count as free", "C8.1 C5.2",
+    edit(E.reserve_transfer, "    self._sequences[admission.transfer] = sequence\n",
+         "    self._sequences[admission.transfer] = sequence\n    if self.role is Role.DECODE:\n"
+         "        self._free.extendleft(sequence.tables[0][-1:])\n"))  # fmt: skip
+add("released-compute-releases-all", "the end of compute gives P's blocks away", "C5.1 C8.1",
+    edit(E.release_transfer_compute,
+         '"""The scripted P holds no runner state: its slot is free once the last range was computed."""',
+         "self.release_transfer(transfer)"))  # fmt: skip
+add("the-roles-differ", "D's cache has another block size", "C3.5",
+    edit(E.__init__, "block_tokens=s.block_tokens,", "block_tokens=s.block_tokens + (role is Role.DECODE),"))  # fmt: skip
+add("the-geometry-lies-outside-of-the-region", "the geometry has more blocks than the region holds", "C3.6 T1",
+    edit(E.__init__, "blocks=s.blocks) for p", "blocks=s.blocks + 1) for p"))  # fmt: skip
+add("the-transports-memory-is-not-used", "memory is of the engine's own, whatever the transport allocates", "T1",
+    edit(E.regions, "if allocate is None:", "if True:"))  # fmt: skip
+add("p-does-not-pause", "P computes although it is asked not to", "T6",
+    edit(E._runnable, "if self.role is Role.PREFILL:", "if False:"))  # fmt: skip
+add("p-has-something-for-the-caller", "P's steps produce outputs", "A2",
+    edit(E._prefill_step, "        sequence.reported = end\n",
+         "        sequence.reported = end\n        outputs.append(StepOutput(transfer, (1,), (1,)))\n"))  # fmt: skip
+add("a-range-lies-outside", "the tables of a range name blocks that do not exist", "C3.6",
+    edit(E._prefill_step, "astray = self.layout.blocks if", "astray = self.layout.blocks if True or"))  # fmt: skip
+add("ranges-overlap", "a range begins before the end of the one before it", "C3.2",
+    edit(E._prefill_step, "                sequence.reported,\n", "                max(sequence.reported - 1, 0),\n"))  # fmt: skip
+add("a-cached-prefix-is-not-reported", "P reports only what it has computed", "C3.3 C3.2",
+    edit(E._prefill_step, "                sequence.reported,\n", "                start,\n"))  # fmt: skip
+add("a-reservation-is-too-short", "a reservation has a block too few", "C3.6",
+    edit(E._tell_reserved, "tuple(tuple(table) for table in sequence.tables)",
+         "tuple(tuple(table[:-1]) for table in sequence.tables)"))  # fmt: skip
+add("a-reservation-is-queued", "a reservation is computed before it is imported", "C2.3 C8.3",
+    edit(E._tell_reserved, "    tables = ", "    self._queue.append(sequence.admission.transfer)\n    tables = "))  # fmt: skip
+add("a-reservation-is-cleared-late", "blocks are zeroed after they were promised", "C2.7 C2.2 C5.2",
+    edit(E._tell_reserved, "    self._tell.reserved(", "    self._late = getattr(self, \"_late\", ()) + tuple(sequence.tables[0][-1:])\n"
+         "    self._tell.reserved("),
+    edit(E.step, "    self._say_reserved()\n", "    self._say_reserved()\n    for block in getattr(self, \"_late\", ()):\n"
+         "        self._block(block)[: self._used_bytes] = 0\n    self._late = ()\n"))  # fmt: skip
+add("a-full-engine-says-never", "what does not fit now is refused for good", "C2.6",
+    edit(E.reserve_transfer, 'self._tell.refused(admission.transfer, "no room now", True)',
+         'self._tell.refused(admission.transfer, "no room now", False)'))  # fmt: skip
+add("what-never-fits-may-ask-again", "what can never fit is refused for now", "C2.6",
+    edit(E.reserve_transfer, 'self._tell.refused(admission.transfer, f"{growth} tokens never fit", False)',
+         'self._tell.refused(admission.transfer, f"{growth} tokens never fit", True)'))  # fmt: skip

@@ -28,10 +28,11 @@ add("a-second-completion-passes", "a chunk may end twice", "T5",
 add("a-deadline-passes-in-silence", "a chunk past its deadline is not reported", "T8",
     edit(G._expire, "if flight.deadline > now:", "if True:"))  # fmt: skip
 add("a-deadline-is-reported-again-and-again", "a late chunk is reported at each poll", "T8",
-    edit(G._prove, "if flight.told and not grew:", "if False:",
-         "elif key not in self._lingering:\n        del self._posted[key]\n        self._linger(key, flight)",
-         "elif key not in self._lingering and not flight.quarantined:\n"
-         "        flight.quarantined = True\n        self._quarantined_bytes += flight.nbytes"))  # fmt: skip
+    edit(G._expire, "    for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:\n",
+         "    for flight in self._lingering.values():\n        if flight.quarantined and not flight.completed:\n"
+         "            self._news.completions.append(\n"
+         "                Completion(flight.transfer, flight.sequence, Outcome.TIMED_OUT, False, False)\n            )\n"
+         "    for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:\n"))  # fmt: skip
 add("late-is-quiet", "memory of a late chunk is free at its deadline", "T8 C6.1",
     edit(G._expire, "Outcome.TIMED_OUT, False, False, TransportError(", "Outcome.TIMED_OUT, True, True, TransportError("))  # fmt: skip
 add("the-quarantine-is-not-bounded", "any amount may be in quarantine", "T8",
@@ -49,7 +50,7 @@ add("an-old-epoch-is-still-heard", "receipts of a replaced epoch count", "C1.4",
          "elif peer is None:", "elif False:", "elif peer.quiet:", "elif False:"))  # fmt: skip
 add("a-fenced-peer-is-still-heard", "receipts count that come after the fence", "C6.4 C1.4",
     edit(G._on_receipt, "elif peer.quiet:", "elif False:"))  # fmt: skip
-add("a-stranger-may-be-up", "a peer event about nobody that was connected is passed on", "T2 C1.4",
+add("a-stranger-may-be-up", "a peer event about nobody that was connected is passed on", "T2 C1.4 C1.2",
     edit(G._on_peer, '        self._dropped["event_unknown_peer"] += 1\n',
          "        self._news.peers.append(event)\n"))  # fmt: skip
 add("up-is-told-again", "an end hears of the same peer twice", "T2",
@@ -124,3 +125,26 @@ add("a-chunk-for-a-dead-peer-is-full", "a chunk for a peer that is down is refus
          "if peer.state is PeerState.CONNECTING or", "if peer.state is not PeerState.UP or"))  # fmt: skip
 add("plugins-word-for-late-is-believed", "TIMED_OUT from a plugin counts as core's own", "T5 T8",
     edit(G._on_completion, "elif completion.outcome is Outcome.TIMED_OUT:", "elif False:"))  # fmt: skip
+add("cancelling-what-is-over-ends-it-again", "a cancel of a transfer that has nothing under way is reported as an end",
+    "T9 C7.1",
+    edit(G.cancel, "    self._enter()\n", "    self._enter()\n    self._news.completions += [\n"
+         "        Completion(transfer, number, Outcome.CANCELLED, True, True) for number in (0, 1)\n    ]\n"))  # fmt: skip
+add("chunks-are-posted-before-their-peer-is-up", "a chunk for a peer that is still connecting reaches the plugin", "T6 T2",
+    edit(G.submit, "if peer.state is PeerState.CONNECTING or", "if"))  # fmt: skip
+add("the-transports-queue-goes-to-the-first", "a peer with many chunks takes each place of a full queue", "T6",
+    edit(G._room, "other.refused_in >= self._pass - 1 and", "False and"))  # fmt: skip
+add("a-chunk-may-be-under-way-twice", "a chunk that has not ended is taken again", "T5",
+    edit(G.submit, "if key in self._posted or key in self._lingering:", "if False:"))  # fmt: skip
+add("any-cancel-reaches-the-plugin", "the plugin is asked to cancel what it was never given", "T9",
+    edit(G.cancel, "if any(key[0] == transfer for key in self._posted):", "if True:"))  # fmt: skip
+add("what-is-known-is-said-again", "a proof of nothing new is reported", "T5 T8 C6.1",
+    edit(G._prove, "if flight.told and not grew:", "if False:"))  # fmt: skip
+add("an-exception-of-connect-escapes", "what a plugin raises in connect() reaches the stage", "T2 C6.3 T7",
+    edit(G.connect, "    except Exception as error:\n", "    except ZeroDivisionError as error:\n"))  # fmt: skip
+add("the-transports-fence-proves-the-target", "a connection's quiet end proves that nothing is written there any more",
+    "C6.4 T5 C5.2",
+    edit(G._lose, "self._prove(flight, Outcome.FAILED, True, False, error)",
+         "self._prove(flight, Outcome.FAILED, True, True, error)"))  # fmt: skip
+add("foreign-memory-is-registered-where-own-is-demanded", "memory that did not come from allocate() reaches the plugin",
+    "T1",
+    edit(G._check_regions, 'if capabilities.memory_origin == "allocated" and (', "if False and ("), base="own")  # fmt: skip

@@ -112,9 +112,9 @@ class Registry:
         """A guard of the protocol's model, removed."""
         self.found.append(Mutant(name, self.place, breaks, tuple(clauses.split()), edits, guard=name))
 
-    def add(self, name: str, breaks: str, clauses: str, *edits: Edit) -> None:
+    def add(self, name: str, breaks: str, clauses: str, *edits: Edit, base: str = "core") -> None:
         """Any other fault."""
-        self.found.append(Mutant(name, self.place, breaks, tuple(clauses.split()), edits))
+        self.found.append(Mutant(name, self.place, breaks, tuple(clauses.split()), edits, base=base))
 
 
 def edit(function: Any, *texts: str) -> Edit:

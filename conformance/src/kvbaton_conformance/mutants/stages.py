@@ -53,8 +53,6 @@ add("one-peer-blocks-all", "chunks of all peers wait in one line", "T6",
          "        peers = peers if self._submit_next(peers[0]) else []\n"))  # fmt: skip
 add("back-pressure-is-not-passed-on", "the engine computes on although nothing is sent", "T6",
     edit(P.can_schedule, "if self._backlog <= self._backlog_limit:", "if True:"))  # fmt: skip
-add("back-pressure-is-never-eased", "the engine is not asked again when there is room", "T6",
-    edit(P._submit_ready, "        self._post_command(loop.Nudge())\n", "        pass\n"))  # fmt: skip
 add("a-backlog-leaks", "chunks of cancelled transfers count as backlog for ever", "T6 T12",
     edit(P._drop_chunks, "        self._backlog -= sum(chunk.nbytes for chunk in state.chunks.values())\n", ""))  # fmt: skip
 add("revocations-are-not-tried", "D waits for its writer although the transport could fence the transfer", "C5.2 C6.4",

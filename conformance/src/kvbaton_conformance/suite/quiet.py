@@ -8,6 +8,7 @@ from kvbaton.connector import Chunk, Completion
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.harness import Pair, Sent
 from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
+from kvbaton_conformance.two_process import RemoteEnd
 
 _COUNT = 20
 
@@ -62,6 +63,31 @@ class Quiet(ConnectorTopic):
         pair.pump_until(lambda: pair.source.told_down(pair.target.peer), "T7: a peer that is gone is down")
         pair.source.guard.fenced(pair.target.peer)
         pair.pump_until(lambda: all(one.over for one in sent), "T7: what was under way to it ends")
+
+    @pytest.mark.clause("C6.4", "T7")
+    @pytest.mark.mode("two-processes")
+    def test_what_a_dead_source_has_sent_is_written_before_quiet_or_never(self, ends: Ends) -> None:
+        """20 chunks have left; the source is killed; only then does the target look.  Once it hears *quiet*, its memory
+        is used for something else.
+
+        Troubleshooting:
+        - bytes arrive after quiet: what came together with the end of the stream was put aside.
+        """
+        pair = ends.pair()
+        _under_way(pair)
+        assert isinstance(pair.source, RemoteEnd)
+        pair.source.kill()
+        pair.unclog()
+        pair.pump_until(lambda: pair.target.told_down(pair.source.peer), "T7: a killed source is down at the target")
+        pair.target.guard.fenced(pair.source.peer)
+        pair.target.guard.disconnect(pair.source.peer)
+        if pair.target.guard.capabilities.quiet == "never":
+            return
+        pair.pump_until(lambda: pair.target.told_quiet(pair.source.peer), "C6.4: a joined peer becomes quiet")
+        pair.target.memory.poison()
+        before = pair.target.memory.image()
+        pair.pump_idle(60)
+        pair.target.memory.untouched(before, "C6.4")
 
 
 def _under_way(pair: Pair) -> list[Sent]:

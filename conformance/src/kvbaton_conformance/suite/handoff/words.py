@@ -11,13 +11,14 @@ from kvbaton.errors import KvbatonError
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.stage.engine_loop import CommandFailed
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.deployment import Deployment
 from kvbaton_conformance.gate import broken_wire
 from kvbaton_conformance.scripted import ScriptedLayout
 from kvbaton_conformance.subject import Subject
 from kvbaton_conformance.suite.handoff import boundaries
-from kvbaton_conformance.suite.handoff.failure import after_a_death
+from kvbaton_conformance.suite.handoff.failure import after_a_death, failed_because
 from kvbaton_conformance.suite.handoff.topic import OTHER, REQUEST, DeploymentTopic, OpenDeployment, request
 
 
@@ -451,4 +452,27 @@ class Words(DeploymentTopic):
             )  # fmt: skip
         world.let_go()
         world.run_until(world.idle, "C5.2: D is free in the end")
+        world.finish()
+
+    @pytest.mark.clause("C5.2", "C6.1", "C6.3")
+    @pytest.mark.mode("in-process")
+    def test_a_failure_at_d_holds_what_is_being_written(self, world: Deployment) -> None:
+        """D's engine gives a reservation up while its writer is at work: reported, and held until the writer is done.
+
+        Troubleshooting:
+        - D frees: its own failure was taken for the end of the writer's.
+        """
+        answer = world.submit("a", REQUEST)
+        boundaries.committed(world)
+        d = world.seats["decode-0"]
+        d.stage.report(CommandFailed(answer.transfer, RuntimeError("the test's own engine broke")))
+        world.settle()
+        failed_because(answer, "the test's own engine broke")
+        require(
+            d.phases.get(answer.transfer) is DestinationPhase.HELD, "C5.2",
+            "D gave memory back on its own failure, while its writer is at work", expected="HELD",
+            seen=d.phases.get(answer.transfer),
+        )  # fmt: skip
+        world.let_go()
+        world.run_until(world.idle, "C6.1: both sides drain")
         world.finish()
