@@ -350,6 +350,7 @@ class GuardedConnector:
             return
         if self.capabilities.quiet == "never":
             return
+        self._peers[peer].fenced = True  # also for completions that the plugin has not reported yet
         for flight in self._waiting_for_proof(peer):
             self._prove(flight, Outcome.FAILED, True, True, PeerLost(f"C6.4: {peer} was fenced", peer=peer))
 
@@ -787,7 +788,9 @@ class GuardedConnector:
             self._prove(flight, Outcome.FAILED, False, False, completion.error)
         else:
             flight.completed = True
-            self._prove(flight, completion.outcome, completion.source_quiet, completion.target_quiet, completion.error)
+            fenced = flight.peer.fenced
+            source, target = completion.source_quiet or fenced, completion.target_quiet or fenced
+            self._prove(flight, completion.outcome, source, target, completion.error)
 
     def _on_receipt(self, receipt: Receipt) -> None:
         # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.
@@ -890,6 +893,8 @@ class _Peer:
     state: PeerState = PeerState.CONNECTING
     was_up: bool = False
     quiet: bool = False
+    #: Core proved its process dead, and the transport took note.
+    fenced: bool = False
     #: Chunks, bytes and segments that hold budget; ``flights`` also counts the unproven ones.
     chunks: int = 0
     nbytes: int = 0

@@ -148,3 +148,5 @@ add("the-transports-fence-proves-the-target", "a connection's quiet end proves t
 add("foreign-memory-is-registered-where-own-is-demanded", "memory that did not come from allocate() reaches the plugin",
     "T1",
     edit(G._check_regions, 'if capabilities.memory_origin == "allocated" and (', "if False and ("), base="own")  # fmt: skip
+add("a-fence-is-forgotten", "a chunk that is reported after its peer's fence stays in quarantine", "C6.4 T8",
+    edit(G._on_completion, "fenced = flight.peer.fenced", "fenced = False"))  # fmt: skip

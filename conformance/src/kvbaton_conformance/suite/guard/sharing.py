@@ -1,9 +1,10 @@
-"""T6, T12: what several peers share, and what is left of peers that have gone."""
+"""T6, T12, C6.4: what several peers share, and what is left of peers that have gone."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvbaton.connector import Outcome
 from kvbaton.identity import PeerId
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.suite.guard.rig import D0, D1, Rig, RigTopic, chunk, endpoint
@@ -40,3 +41,17 @@ class Sharing(RigTopic):
         known = rig.guard.peer_states()
         require(len(known) <= 2, "T12", "starts of a peer that have ended are kept", expected="the last one",
                 seen=f"{len(known)} of 50")  # fmt: skip
+
+    @pytest.mark.clause("C6.4", "T8")
+    def test_a_completion_that_comes_after_the_fence_is_terminal(self) -> None:
+        """The plugin has ended a chunk without proof, and reports it when its peer was fenced already."""
+        rig = Rig(D0)
+        posted = rig.post()
+        rig.guard.fenced(D0)
+        rig.plugin.complete(posted, Outcome.FAILED, source=True, target=False)
+        completions = rig.poll().completions
+        require(
+            len(completions) == 1 and completions[0].terminal and rig.balanced(), "C6.4",
+            "a chunk towards a peer that is proven dead stays in quarantine", expected="FAILED, terminal",
+            seen=f"{[str(one) for one in completions]}, {rig}",
+        )  # fmt: skip
