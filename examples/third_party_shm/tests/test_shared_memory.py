@@ -14,7 +14,7 @@ import pytest
 from kvbaton.connector import ConnectorContext, Need, Outcome
 from kvbaton.errors import CapabilityError, RegistrationError
 from kvbaton.identity import PeerId
-from kvbaton_conformance.harness import PATIENCE, open_pair, segments
+from kvbaton_conformance.harness import PATIENCE, open_end, open_pair, segments
 from kvbaton_conformance.subject import Reference, resolve
 from kvbaton_conformance.two_process import Processes, remote_pair
 from kvbaton_example_shm import plugin
@@ -117,6 +117,18 @@ def test_a_killed_process_leaves_nothing_and_crashes_nobody():
     assert not processes.close()
     assert set(Path("/dev/shm").iterdir()) == before
     assert name not in Path("/proc/net/unix").read_text()
+
+
+@pytest.mark.clause("C1.4", "T2")
+def test_a_new_epoch_ends_the_connection_to_the_old_one(pair):
+    old, connector = pair.source, pair.target.connector
+    new = open_end(plugin, plugin.Options(), PeerId.start(old.peer.name))
+    connector.connect(new.guard.endpoint())
+    called = connector._links[new.peer]
+    connector.connect(new.guard.endpoint())
+    assert connector._links[new.peer] is called  # twice is once
+    pair.pump_until(lambda: old.told_quiet(pair.target.peer), "C1.4: the old epoch hears it")
+    new.guard.close()
 
 
 # -- callers -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kvbaton.segments import Segments
 from kvbaton_conformance.harness import PATIENCE, open_end, open_pair, segments
 from kvbaton_conformance.subject import Reference, resolve
 from kvbaton_conformance.two_process import Processes, remote_pair
+from kvbaton_example_stream import connector as connector_module
 from kvbaton_example_stream import plugin
 from kvbaton_example_stream.frames import HEAD, Announced, Hello, Result, read_body
 from kvbaton_example_stream.grants import Grant
@@ -120,6 +121,40 @@ def test_a_source_that_disconnects_finishes_what_it_has_started(family):
         assert not waiting.received
 
 
+@pytest.mark.clause("C6.4", "T5")
+def test_while_a_disconnect_waits_for_our_own_chunk_nothing_of_the_peer_lands(family):
+    """Both send: what has started at the disconnected peer, and what it has queued, is refused."""
+    with open_pair(plugin, {"family": family}, regions={0: LARGE, 1: 4096}) as pair:
+        sent = under_way(pair)
+        queued = pair.send(segments((1, 0, 64)), segments((1, 0, 64)))
+        back, row = new_transfer_id(), segments((1, 512, 64))
+        pair.source.guard.grant(back, pair.target.peer, row)
+        assert pair.target.guard.submit(Chunk(back, 0, pair.source.peer, row, row, 64))
+        pair.target.pump()  # it has started, and the source does not answer yet
+        pair.target.guard.disconnect(pair.source.peer)
+        pair.target.memory.poison()
+        reused = pair.target.memory.image()
+        pair.pump_until(lambda: sent.over and queued.over and bool(pair.target.completions), "T5: all chunks end")
+        assert [c.outcome for c in (*sent.completions, *queued.completions)] == [Outcome.FAILED] * 2
+        assert [c.outcome for c in pair.target.completions] == [Outcome.DONE]
+        pair.pump_until(lambda: pair.target.told_quiet(pair.source.peer), "C6.4: quiet")
+        assert not sent.received
+        assert not queued.received
+        pair.target.memory.untouched(reused, "C6.4")
+
+
+@pytest.mark.clause("C1.4", "T2")
+def test_a_new_epoch_ends_the_connection_to_the_old_one(pair, family):
+    old, connector = pair.source, pair.target.connector
+    new = open_end(plugin, plugin.Options(family=family), PeerId.start(old.peer.name))
+    connector.connect(new.guard.endpoint())
+    called = connector._links[new.peer]
+    connector.connect(new.guard.endpoint())
+    assert connector._links[new.peer] is called  # twice is once
+    pair.pump_until(lambda: old.told_quiet(pair.target.peer), "C1.4: the old epoch hears it")
+    new.guard.close()
+
+
 @pytest.mark.clause("T9")
 def test_a_started_chunk_cannot_be_cancelled_and_waiting_ones_are(family):
     with open_pair(plugin, {"family": family}, regions={0: LARGE, 1: 4096}) as pair:
@@ -130,6 +165,33 @@ def test_a_started_chunk_cannot_be_cancelled_and_waiting_ones_are(family):
         pair.source.guard.cancel(sent.chunk.transfer)
         pair.pump_until(lambda: sent.over)
         assert {c.sequence: c.outcome for c in pair.source.completions} == {0: Outcome.DONE, 1: Outcome.CANCELLED}
+
+
+@pytest.mark.clause("T7", "T5")
+def test_a_peer_that_closes_with_bytes_unread_is_the_end_of_its_stream(family):
+    """The kernel calls it a reset, not an end.  It proves the same: who has closed reads, and writes, no more."""
+    with open_pair(plugin, {"family": family}, regions={0: LARGE, 1: 4096}) as pair:
+        sent = under_way(pair)
+        for _ in range(5):
+            pair.source.pump()  # the target has not read all of this
+        pair.target.guard.close()
+        pair.pump_until(lambda: sent.over, "T5: the chunk ends")
+        assert [(c.outcome, c.terminal) for c in sent.completions] == [(Outcome.FAILED, True)]
+        assert pair.source.told_quiet(pair.target.peer)
+        assert not pair.source.faults
+
+
+@pytest.mark.clause("T6")
+def test_the_queue_is_as_long_as_its_option_says_and_full_is_not_lost(family):
+    with open_pair(plugin, {"family": family, "queue_limit": 3}) as pair:
+        row = segments((0, 0, 64))
+        transfer = pair.grant(row)
+        chunks = [Chunk(transfer, number, pair.target.peer, row, row, 64) for number in range(5)]
+        assert [pair.source.connector.submit(chunk) for chunk in chunks] == [True] * 3 + [False] * 2
+        assert pair.source.connector.outstanding() == 3
+        pair.pump_until(lambda: len(pair.target.receipts) == 3 and not pair.source.connector.outstanding())
+        assert all(pair.source.connector.submit(chunk) for chunk in chunks[3:])
+        pair.pump_until(lambda: len(pair.target.receipts) == 5, "T6: what was refused can be offered again")
 
 
 # -- grants ------------------------------------------------------------------------------------------------------------
@@ -305,6 +367,7 @@ def test_a_chunk_of_a_peer_that_breaks_the_protocol_ends_when_its_stream_does(pa
     """What it may still read of us, and write at its own end, nobody knows before."""
     peer = connected(pair)
     row = segments((0, 0, 64))
+    pair.target.guard.grant(KEY[0], peer.me, row)
     assert pair.target.guard.submit(Chunk(KEY[0], 0, peer.me, row, row, 64))
     pair.pump_idle()  # all of it is with the kernel
     peer.send(HEAD.pack(9, 1), b"x")
@@ -312,9 +375,31 @@ def test_a_chunk_of_a_peer_that_breaks_the_protocol_ends_when_its_stream_does(pa
     pair.pump_idle()
     assert not pair.target.told_quiet(peer.me)
     assert not pair.target.completions
+    before = pair.target.memory.image()
+    peer.send(Announced(KEY, row).frame(), b"!" * 64, Result(KEY, True).frame())
+    pair.pump_idle()
+    pair.target.memory.untouched(before)
+    assert not pair.target.receipts
+    assert not pair.target.completions
     assert peer.closed()
     pair.pump_until(lambda: pair.target.told_quiet(peer.me), "C6.4: and quiet")
     assert [(c.outcome, c.terminal) for c in pair.target.completions] == [(Outcome.FAILED, True)]
+
+
+@pytest.mark.clause("T5", "C7.4")
+def test_an_answer_to_a_chunk_that_is_still_being_sent_is_no_answer(family):
+    """The source would be called quiet while it is still read."""
+    with open_pair(plugin, {"family": family}, regions={0: LARGE, 1: 4096}) as pair:
+        peer = connected(pair)
+        whole = segments((0, 0, LARGE))
+        assert pair.target.guard.submit(Chunk(KEY[0], 0, peer.me, whole, whole, LARGE))
+        pair.pump_idle()
+        peer.send(Result(KEY, True).frame())
+        pair.pump_until(lambda: pair.target.told_down(peer.me), "T7: it is down")
+        assert not pair.target.completions
+        peer.socket.close()
+        pair.pump_until(lambda: bool(pair.target.completions), "T5: its chunk ends with its stream")
+        assert [(c.outcome, c.terminal) for c in pair.target.completions] == [(Outcome.FAILED, True)]
 
 
 @pytest.mark.clause("C9.3")
@@ -344,6 +429,21 @@ def test_a_chunk_for_other_memory_than_ours_is_refused(pair, row):
     pair.pump_idle()
     pair.target.memory.untouched(before, "C3.6")
     assert not pair.target.receipts
+    peer.socket.close()
+    pair.pump_until(lambda: pair.target.told_quiet(peer.me), "T7: it is down")
+
+
+@pytest.mark.clause("T6", "T7")
+def test_one_poll_reads_a_bounded_part_of_what_is_there(pair, monkeypatch):
+    """A peer that sends faster than we read would otherwise keep us in one poll for ever."""
+    monkeypatch.setattr(connector_module, "BYTES_PER_POLL", 4096)
+    peer = connected(pair)
+    pair.target.guard.grant(KEY[0], peer.me, segments((0, 0, 65536)))
+    rows = [segments((0, 1024 * number, 1024)) for number in range(20)]
+    peer.send(b"".join(Announced((KEY[0], number), row).frame() + bytes(1024) for number, row in enumerate(rows)))
+    pair.pump_until(lambda: bool(pair.target.receipts), "T3: the first chunks arrive")
+    assert 0 < len(pair.target.receipts) <= 4
+    pair.pump_until(lambda: len(pair.target.receipts) == 20, "T3: all of them arrive")
     peer.socket.close()
     pair.pump_until(lambda: pair.target.told_quiet(peer.me), "T7: it is down")
 
