@@ -26,21 +26,21 @@ add("a-second-completion-passes", "a chunk may end twice", "T5",
          "    if flight is None and completion.outcome is not Outcome.TIMED_OUT:\n"
          "        self._news.completions.append(completion)"))  # fmt: skip
 add("a-deadline-passes-in-silence", "a chunk past its deadline is not reported", "T8",
-    edit(G._expire, "if flight.deadline > now:", "if True:"))  # fmt: skip
+    edit(G._expire, "if flight.deadline > now:", "if True:"), base="reference")  # fmt: skip
 add("a-deadline-is-reported-again-and-again", "a late chunk is reported at each poll", "T8",
     edit(G._expire, "    for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:\n",
          "    for flight in self._lingering.values():\n        if flight.quarantined and not flight.completed:\n"
          "            self._news.completions.append(\n"
          "                Completion(flight.transfer, flight.sequence, Outcome.TIMED_OUT, False, False)\n            )\n"
-         "    for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:\n"))  # fmt: skip
+         "    for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:\n"), base="reference")  # fmt: skip
 add("late-is-quiet", "memory of a late chunk is free at its deadline", "T8 C6.1",
-    edit(G._expire, "Outcome.TIMED_OUT, False, False, TransportError(", "Outcome.TIMED_OUT, True, True, TransportError("))  # fmt: skip
+    edit(G._expire, "Outcome.TIMED_OUT, False, False, TransportError(", "Outcome.TIMED_OUT, True, True, TransportError("), base="reference")  # fmt: skip
 add("the-quarantine-is-not-bounded", "any amount may be in quarantine", "T8",
-    edit(G.quarantine_full, "return self._quarantined_bytes > self._limits.quarantine_bytes", "return False"))  # fmt: skip
+    edit(G.quarantine_full, "return self._quarantined_bytes > self._limits.quarantine_bytes", "return False"), base="reference")  # fmt: skip
 add("the-quarantine-is-not-counted", "what is late is not counted", "T8",
-    edit(G._linger, "self._quarantined_bytes += flight.nbytes", "pass"))  # fmt: skip
+    edit(G._linger, "self._quarantined_bytes += flight.nbytes", "pass"), base="reference")  # fmt: skip
 add("the-quarantine-never-shrinks", "what became quiet stays in quarantine", "T8",
-    edit(G._release_quarantine, "self._quarantined_bytes -= flight.nbytes", "pass"))  # fmt: skip
+    edit(G._release_quarantine, "self._quarantined_bytes -= flight.nbytes", "pass"), base="reference")  # fmt: skip
 add("an-older-epoch-may-connect", "an endpoint of an earlier start is accepted", "C1.4",
     edit(G.connect, "if known is not None and id.epoch < known.epoch:", "if False:"))  # fmt: skip
 add("a-disconnected-epoch-comes-back", "a peer that was disconnected may connect again", "C6.4",

@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.identity import TransferId
 from kvbaton_conformance.clauses import require
-from kvbaton_conformance.suite.engine.bench import Ask, BenchTopic, Hand
+from kvbaton_conformance.suite.engine.bench import Answer, Ask, BenchTopic, Hand
 
 
 class Books(BenchTopic):
@@ -89,6 +89,35 @@ class Books(BenchTopic):
             hand.d.quiet(reservation.transfer)
             hand.d.engine.release_transfer(reservation.transfer)
             look()
+
+    @pytest.mark.clause("C2.4", "C8.4")
+    def test_promised_growth_is_there(self, hand: Hand, ask: Ask) -> None:
+        """As many requests as D takes, each of which grows by three blocks: all of them get to their end."""
+        d, block = hand.d, hand.d.engine.capacity().block_tokens
+        transfers: list[TransferId] = []
+        for text in range(500):
+            request = ask(block, text=text, max_tokens=3 * block)
+            transfer = d.reserve(request)
+            if transfer in d.refusals:
+                break
+            hand.p.reserve(request, prefix=d.reservations[transfer].valid, transfer=transfer)
+            for computed in hand.p.prefill(transfer):
+                hand.carry(computed)
+            hand.p.engine.release_transfer(transfer)
+            transfers.append(transfer)
+            d.engine.accept_import(transfer, block)
+        while d.engine.has_work():
+            for output in d.step():
+                if output.finish_reason is not None or output.error is not None:
+                    d.quiet(output.transfer)
+                    d.engine.release_transfer(output.transfer)
+        answers = [d.answers.get(transfer, Answer()) for transfer in transfers]
+        short = [len(answer.token_ids) for answer in answers if len(answer.token_ids) != 3 * block or answer.errors]
+        require(
+            transfers and not short, "C2.4", "a request did not get the memory that it was admitted with",
+            expected=f"{3 * block} tokens each", seen=f"{len(short)} of {len(answers)} requests: {short[:5]}",
+        )  # fmt: skip
+        d.check_balance()
 
     @pytest.mark.clause("C6.3")
     @pytest.mark.requires("breakable")

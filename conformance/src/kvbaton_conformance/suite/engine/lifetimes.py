@@ -77,6 +77,32 @@ class Lifetimes(BenchTopic):
             p.engine.release_transfer(transfer)
             p.check_balance()
 
+    @pytest.mark.clause("C5.3", "C5.1")
+    @pytest.mark.requires("device_control")
+    @pytest.mark.parametrize("side", ["p", "d"])
+    def test_a_suspension_waits_for_the_device(self, hand: Hand, ask: Ask, side: str) -> None:
+        """Suspended while its device is at work: the event it returns completes with the device, and not before."""
+        bench, request = {"p": hand.p, "d": hand.d}[side], ask(9, max_tokens=20)
+        if side == "p":
+            transfer = hand.p.reserve(request)
+            bench.device.automatic = False
+            bench.step()
+        else:
+            transfer = hand.hand_over(request)
+            bench.device.automatic = False
+            bench.step()
+            bench.device.event()
+        event = bench.engine.suspend_transfer(transfer)
+        require(
+            event is not None and not event.query(), "C5.3", "a suspension counts as quiet while the device is at work",
+            expected="an event that has not completed", seen=event,
+        )  # fmt: skip
+        bench.device.complete()
+        require(event.query(), "C5.3", "the event of a suspension does not complete with the device")
+        bench.device.automatic = True
+        bench.engine.release_transfer(transfer)
+        bench.check_balance()
+
     @pytest.mark.clause("C5.3", "C6.1", "C8.3")
     @pytest.mark.parametrize("when", ["reserved", "imported", "decoding"])
     def test_a_suspended_request_decodes_no_more(self, hand: Hand, ask: Ask, when: str) -> None:

@@ -98,6 +98,24 @@ class Ranges(BenchTopic):
             look()
         require(any(one.last for one in p.of(mine)), "C3.4", "P never reported the last range")
 
+    @pytest.mark.clause("C4", "C5.1")
+    @pytest.mark.requires("device_control")
+    def test_a_range_is_ready_when_its_device_is(self, p: Bench, ask: Ask) -> None:
+        """P's device has finished nothing of what it was given: each range has an event that says so, until it has."""
+        p.device.automatic = False
+        transfer = p.reserve(ask(5 * p.engine.capacity().block_tokens))
+        p.run_until(lambda: len(p.of(transfer)) > 1, "C3.2: P reports ranges")
+        early = [one.start for one in p.of(transfer) if one.ready is None or one.ready.query()]
+        require(not early, "C4", "ranges are said to be ready while the device is at work on them", seen=early)
+        p.device.complete(1)
+        done = [one.start for one in p.of(transfer) if one.ready is not None and one.ready.query()]
+        require(done == [0], "C4", "the device has finished the first range alone", expected=[0], seen=done)
+        p.device.complete()
+        p.device.automatic = True
+        p.prefill(transfer)
+        p.engine.release_transfer(transfer)
+        p.check_balance()
+
     @pytest.mark.clause("C3.3", "C3.4")
     @pytest.mark.requires("prefix_caching")
     def test_what_p_had_cached_is_reported_too(self, p: Bench, ask: Ask) -> None:
