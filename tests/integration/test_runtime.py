@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -126,7 +127,15 @@ def test_a_record_learns_of_the_retirements_that_come_after_the_end(runtime: PDR
     record = list(runtime.stream(runtime.add_request(SHORT)))[-1].record
     assert record is not None
     until(lambda: {"source_retired", "destination_retired", "handle_done"} <= set(record.milestones))
-    until(lambda: len(runtime._service._retiring) <= 1)
+
+
+@pytest.mark.clause("T12")
+def test_records_that_learn_nothing_more_are_let_go(runtime: PDRuntime) -> None:
+    for _ in range(20):
+        list(runtime.stream(runtime.add_request(SHORT)))
+        until(lambda: runtime.statistics()["coordinator"]["transfers"] == 0)
+    # looked at when a request ends: what is left is the last one's
+    assert len(runtime._service._retiring) == 1
 
 
 @pytest.mark.clause("C2.5")
@@ -352,19 +361,31 @@ def test_what_a_stage_is_told_is_plain_json() -> None:
 
 
 @pytest.mark.clause("C1.1")
-def test_a_reused_id_streams_the_live_request_not_the_former_ones_leftovers(runtime: PDRuntime) -> None:
+def test_a_reused_id_streams_the_live_request_not_the_former_ones_leftovers(slow_decode: threading.Event) -> None:
     """Field failure 21."""
-    runtime.add_request(SHORT, "x")
-    until(lambda: "x" not in runtime._live)
-    other = Request(tuple(range(50, 70)), SamplingParams(max_tokens=6))
-    runtime.add_request(other, "x")
-    former = [runtime.stream("x")] if "x" not in runtime._live else []
-    tokens = [token for output in runtime.stream("x") for token in output.token_ids] if not former else []
-    if former:  # it ended before we looked: then the two come one after the other
-        first = [token for output in former[0] for token in output.token_ids]
-        assert tuple(first) == MODEL.generate(SHORT)[0]
-        tokens = [token for output in runtime.stream("x") for token in output.token_ids]
-    assert tuple(tokens) == MODEL.generate(other)[0]
+    with PDRuntime.start(settings()) as runtime:
+        slow_decode.set()
+        runtime.add_request(SHORT, "x")
+        until(lambda: "x" not in runtime._live)  # its outputs lie there; nobody has taken them
+        slow_decode.clear()
+        other = Request(tuple(range(50, 70)), SamplingParams(max_tokens=6))
+        runtime.add_request(other, "x")
+        live = runtime.stream("x")
+        slow_decode.set()
+        assert tuple(token for output in live for token in output.token_ids) == MODEL.generate(other)[0]
+        former = runtime.stream("x")
+        assert tuple(token for output in former for token in output.token_ids) == MODEL.generate(SHORT)[0]
+
+
+@pytest.mark.clause("C1.1")
+def test_two_ended_requests_under_one_id_are_read_one_after_the_other(runtime: PDRuntime) -> None:
+    requests = [SHORT, Request(tuple(range(50, 70)), SamplingParams(max_tokens=6))]
+    for request in requests:
+        runtime.add_request(request, "x")
+        until(lambda: "x" not in runtime._live)
+    for request in requests:
+        tokens = tuple(token for output in runtime.stream("x") for token in output.token_ids)
+        assert tokens == MODEL.generate(request)[0]
 
 
 @pytest.mark.clause("T12")
@@ -517,6 +538,84 @@ def test_a_drain_that_timed_out_leaves_nothing(slow_decode: threading.Event) -> 
         assert not any(runtime.drain("decode-0", timeout=0.001) for _ in range(20))
         until(lambda: len(runtime._service._draining) <= 1)
         slow_decode.set()
+
+
+class _Crossing(concurrent.futures.Future[bool]):
+    """Its waiter gives up in the very moment between a look at it and its answer."""
+
+    looks = 0
+
+    def cancelled(self) -> bool:
+        before = super().cancelled()
+        self.looks += 1
+        if self.looks == 2:
+            self.cancel()
+        return before
+
+    def set_running_or_notify_cancel(self) -> bool:
+        self.cancel()
+        return super().set_running_or_notify_cancel()
+
+
+def test_a_drain_that_is_given_up_while_it_is_answered_ends_nothing(
+    runtime: PDRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.service.concurrent.futures.Future", _Crossing)
+    with pytest.raises(concurrent.futures.CancelledError):
+        runtime.drain("decode-0", timeout=20)
+    monkeypatch.undo()
+    assert runtime.statistics()["coordinator"]["live"] == 0  # the loop goes on
+
+
+class _Late(concurrent.futures.Future[bool]):
+    """The answer has come by the time its waiter gives up."""
+
+    waiting = threading.Event()
+
+    def result(self, timeout: float | None = None) -> bool:
+        if timeout is None:
+            return super().result(20)
+        self.waiting.set()
+        super().result(20)
+        raise TimeoutError
+
+
+def test_a_drain_says_what_was_answered_and_not_that_there_was_an_answer(
+    monkeypatch: pytest.MonkeyPatch, slow_decode: threading.Event
+) -> None:
+    runtime = PDRuntime.start(settings())
+    runtime.add_request(SHORT)
+    until(lambda: runtime.statistics()["coordinator"]["transfers"] == 1)
+    drained: list[bool] = []
+    monkeypatch.setattr("kvbaton.service.concurrent.futures.Future", _Late)
+    waiter = threading.Thread(target=lambda: drained.append(runtime.drain("decode-0", timeout=1.0)), daemon=True)
+    waiter.start()
+    assert _Late.waiting.wait(20)
+    monkeypatch.setattr(runtime._service._machine, "idle", lambda peer: False)
+    slow_decode.set()
+    runtime.close()
+    waiter.join(20)
+    assert drained == [False]
+
+
+def test_a_tokenizer_that_loads_slowly_holds_nobody_up(runtime: PDRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, loading = threading.Event(), threading.Event()
+    load_it = runtime._make_tokenizer
+
+    def slowly() -> Any:
+        loading.set()
+        assert gate.wait(20)
+        return load_it()
+
+    monkeypatch.setattr(runtime, "_make_tokenizer", slowly)
+    loader = threading.Thread(target=lambda: runtime.tokenizer, daemon=True)
+    loader.start()
+    assert loading.wait(20)
+    key = runtime.add_request(SHORT)
+    until(lambda: key not in runtime._live, 5.0)
+    gate.set()
+    loader.join(20)
+    assert list(runtime.stream(key))[-1].finish_reason == "length"
 
 
 @pytest.mark.clause("C6.3", "T10")

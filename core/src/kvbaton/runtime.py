@@ -47,6 +47,7 @@ class PDRuntime:
         self._service = service
         self._make_tokenizer = tokenizer
         self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()  # its own: a load takes long, and the coordinator needs the other one
         self._lock = threading.Lock()
         #: Outputs that nobody streams and that no step has taken; ``_news`` tells of more.
         self._pending: deque[RequestOutput] = deque()
@@ -80,7 +81,7 @@ class PDRuntime:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's; loaded on first use."""
-        with self._lock:
+        with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._make_tokenizer()
             return self._tokenizer

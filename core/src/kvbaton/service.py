@@ -261,7 +261,8 @@ class Service:
         try:
             return future.result(timeout)
         except concurrent.futures.TimeoutError:
-            return not future.cancel()  # cancelled: nobody waits for it any more; else it came true just now
+            # the loop may be about to answer: who cancels first decides, and an answer that came first counts
+            return False if future.cancel() else future.result()
 
     def statistics(self) -> dict[str, Any]:
         """C9.2: one reply or error of each stage within ``deadline.control``."""
@@ -381,8 +382,7 @@ class Service:
         for census in self._censuses:
             census.future.set_result(census.result)
         for _, future in self._draining:
-            if not future.cancelled():
-                future.set_result(False)
+            _answer(future, False)
         # whoever still waits for a request learns its end
         for key in tuple(self._tracked):
             self._end(key, None, fx.Ended(fx.Ending.FAILED, None, "the runtime ended"))
@@ -485,8 +485,7 @@ class Service:
                 self._carry_out(self._machine.abort(key, now, "C6.7: the request's own deadline passed"), now)
         for peer, future in [item for item in self._draining if item[1].cancelled() or self._machine.idle(item[0])]:
             self._draining.remove((peer, future))
-            if not future.cancelled():
-                future.set_result(True)
+            _answer(future, True)
         for census in [c for c in self._censuses if not c.waiting or c.by <= now]:
             self._censuses.remove(census)
             for peer in census.waiting:
@@ -700,6 +699,12 @@ class Service:
                 for view in self._machine.peers()
             },
         }  # fmt: skip
+
+
+def _answer(future: concurrent.futures.Future[bool], result: bool) -> None:
+    """Answer who waits, unless it has given up: it may do so at any moment until the future says that it runs."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
 
 
 def _specs(settings: Settings, reach: Reach, connector: ConnectorPlugin | None) -> list[StageSpec]:

@@ -163,7 +163,7 @@ def test_an_id_is_taken_again_while_the_old_transfer_still_drains():
     desk = Desk()
     desk.submit("a")
     old = desk.life("a", "committed")
-    with pytest.raises(DuplicateRequest, match=r"C1\.1 request 'a'"):
+    with pytest.raises(DuplicateRequest, match="request 'a' is still live"):
         desk.submit("a")
     desk.did(desk.c.abort(RequestKey("a"), desk.now))
     desk.submit("a")
@@ -321,6 +321,31 @@ def test_what_can_never_fit_or_never_be_taken_is_refused_with_a_typed_error():
     with pytest.raises(RuntimeClosed, match="enough"):
         desk.submit("d")
     assert (desk.c.live, desk.c.waiting) == (0, 0)
+
+
+@pytest.mark.clause("C2.4")
+@pytest.mark.parametrize(("blocks", "planes", "limit"), [(12, 3, 64), (13, 3, 64), (2, 3, 0)])
+def test_the_limit_that_is_named_counts_every_plane(blocks, planes, limit):
+    """The planes of a looped model share the pool: a token takes room in each of them."""
+    desk = Desk(prefills=(), decodes=())
+    for peer, role in ((P0, Role.PREFILL), (D0, Role.DECODE)):
+        desk.hear(peer, Hello(peer, role, Capacity(blocks, 4, 8, 16, 1000, planes), b""))
+    with pytest.raises(PromptTooLong, match=f"no prefill stage holds more than {limit};") as caught:
+        desk.submit("a", request(limit + 1, 1))
+    assert caught.value.limit == limit
+    if limit:
+        desk.submit("b", request(limit - 16, 16))
+
+
+@pytest.mark.clause("C7.2")
+@pytest.mark.parametrize(("at", "count"), [("reserved", 0), ("committed", 2)])
+def test_a_commit_count_that_cannot_be_true_is_reported_by_its_own_clause(at, count):
+    desk = Desk()
+    desk.submit("a")
+    t = desk.life("a", at)
+    (violation,) = orders(desk.hear(P0, Commit(t, count)), fx.Violation)
+    assert (violation.clause, violation.peer) == ("C7.2", P0)
+    assert desk.ends("a")[0].cause.startswith("C7.2: ")
 
 
 @pytest.mark.clause("C6.1")

@@ -370,7 +370,7 @@ class Coordinator:
             raise RuntimeClosed(f"request {key!r}: the coordinator is stopping ({self._stop_cause})", request=key)
         if key in self._live:
             raise DuplicateRequest(
-                f"C1.1 request {key!r} is still live; wait for its end, abort it, or choose another id", request=key
+                f"request {key!r} is still live; wait for its end, abort it, or choose another id", request=key
             )
         if len(self._queue) >= self._limits.waiting:
             raise RequestRefused(
@@ -684,7 +684,7 @@ class Coordinator:
         count = message.count
         if count <= 0 or (entry.count and entry.count != count):
             text = f"commit of {count} chunks" + (f" after one of {entry.count}" if entry.count else "")
-            self._violated(entry, entry.p, text, effects)
+            self._violated(entry, entry.p, text, effects, "C7.2")
         elif entry.phase is _PREFILLING:
             self._move(entry, _COMMITTED)
             entry.count = count
@@ -794,11 +794,11 @@ class Coordinator:
         reason = "ended" if entry.phase is _ENDED else "repeated"
         effects.append(Ignored(entry.transfer, type(message).__name__, reason))
 
-    def _violated(self, entry: _Entry, sender: _Peer, text: str, effects: Effects) -> None:
+    def _violated(self, entry: _Entry, sender: _Peer, text: str, effects: Effects, clause: str = "C7.4") -> None:
         """The message is not applied; the transfer ends."""
-        effects.append(Violation("C7.4", entry.transfer, sender.id, text))
+        effects.append(Violation(clause, entry.transfer, sender.id, text))
         if entry.phase is not _ENDED:
-            self._end(entry, _FAILED, f"C7.4: {sender.id}: {text}", effects)
+            self._end(entry, _FAILED, f"{clause}: {sender.id}: {text}", effects)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -1022,7 +1022,7 @@ class Coordinator:
             if able and not any(_holds(peer, tokens) for peer in able):
                 limit = max(_longest(peer) for peer in able)
                 raise PromptTooLong(
-                    f"C2.4 request {key!r}: its {what} is {tokens} tokens and no {able[0].role.value} stage holds more"
+                    f"request {key!r}: its {what} is {tokens} tokens and no {able[0].role.value} stage holds more"
                     f" than {limit}; shorten it, lower max_tokens, or give the stages more blocks",
                     request=key, tokens=tokens, limit=limit,
                 )  # fmt: skip
@@ -1066,7 +1066,8 @@ def _holds(peer: _Peer, tokens: int) -> bool:
 
 def _longest(peer: _Peer) -> int:
     capacity = peer.ledger.capacity
-    return min(capacity.max_tokens, capacity.blocks * capacity.block_tokens) if capacity.transfer_slots else 0
+    blocks = capacity.blocks // capacity.planes  # the planes share the pool, and each holds every token
+    return min(capacity.max_tokens, blocks * capacity.block_tokens) if capacity.transfer_slots else 0
 
 
 def _fits(peer: _Peer, tokens: int) -> bool:
