@@ -62,8 +62,8 @@ class _Engine(enum.Enum):
 
 
 class _Record:
-    __slots__ = ("acked", "assigned", "chunks", "closed", "destination", "engine", "freed", "phase", "queued",
-                 "transfer", "unproven")  # fmt: skip
+    __slots__ = ("acked", "assigned", "chunks", "closed", "computing", "destination", "engine", "freed", "phase",
+                 "queued", "transfer", "unproven")  # fmt: skip
 
     def __init__(self, transfer: TransferId, destination: PeerId) -> None:
         self.transfer = transfer
@@ -75,6 +75,8 @@ class _Record:
         self.assigned = 0
         #: The last range was reported.
         self.closed = False
+        #: Chunks COMPUTING: counted, because looking for them at each one that gets ready grows with the square.
+        self.computing = 0
         #: Chunks COMPUTING or READY: still to be submitted.
         self.queued = 0
         #: Chunks SENT: only their target is not known to be quiet.
@@ -221,6 +223,7 @@ class Source:
         for sequence in range(first, first + chunks):
             record.chunks[sequence] = _COMPUTING
         record.assigned += chunks
+        record.computing += chunks
         record.queued += chunks
         record.closed = last
         return [Send(Progress(transfer, record.assigned))]
@@ -233,6 +236,7 @@ class Source:
         if record.chunks.get(sequence) is not _COMPUTING:
             return [Ignored(transfer, "source ready", f"chunk {sequence} is not being computed")]
         effects: Effects = []
+        record.computing -= 1
         if record.phase is _PREFILLING:
             record.chunks[sequence] = _READY
             if sequence == 0:
@@ -240,7 +244,7 @@ class Source:
             effects.append(Post(transfer, sequence))
         else:
             del record.chunks[sequence]
-        if record.closed and record.engine is not _Engine.DONE and _COMPUTING not in record.chunks.values():
+        if record.closed and record.engine is not _Engine.DONE and not record.computing:
             record.engine = _Engine.DONE
             effects.append(ReleaseCompute(transfer))
         self._retire_if_quiet(record, effects)
@@ -254,8 +258,7 @@ class Source:
         if record.engine is _Engine.DONE:
             return [Ignored(transfer, "engine refused", "the engine had done its part")]
         record.engine = _Engine.DONE
-        for sequence in [s for s, state in record.chunks.items() if state is _COMPUTING]:
-            del record.chunks[sequence]
+        self._drop_computing(record)
         effects: Effects = []
         self._fail(record, cause, (), effects)
         return effects
@@ -279,8 +282,7 @@ class Source:
         if record.engine is not _Engine.SUSPENDING:
             return [Ignored(transfer, "suspended", "was not asked for")]
         record.engine = _Engine.DONE
-        for sequence in [s for s, state in record.chunks.items() if state is _COMPUTING]:
-            del record.chunks[sequence]
+        self._drop_computing(record)
         effects: Effects = []
         self._retire_if_quiet(record, effects)
         return effects
@@ -397,6 +399,11 @@ class Source:
             record.engine = _Engine.SUSPENDING
             effects.append(Suspend(transfer))
         self._retire_if_quiet(record, effects)
+
+    def _drop_computing(self, record: _Record) -> None:
+        for sequence in [s for s, state in record.chunks.items() if state is _COMPUTING]:
+            del record.chunks[sequence]
+        record.computing = 0
 
     def _prove_targets(self, record: _Record) -> None:
         record.acked = True
