@@ -8,13 +8,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvbaton import PDRuntime, Request, RequestOutput, RequestRecord, SamplingParams, Settings, hookimpl, load
+from kvbaton import PDRuntime, Request, RequestOutput, RequestRecord, SamplingParams, Settings, hookimpl, load, messages
 from kvbaton.control.inproc import InprocCoordinatorChannels
 from kvbaton.errors import (
     DuplicateRequest,
@@ -25,13 +25,14 @@ from kvbaton.errors import (
     ModelNotFound,
     PluginUnavailable,
     PromptTooLong,
+    ProtocolViolation,
     RequestCancelled,
     RequestRefused,
     RuntimeClosed,
     StartupError,
     TransferFailed,
 )
-from kvbaton.identity import RequestKey
+from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.stage.stage import Stage, StageOutcome
 from kvbaton.stage.worker import stage_settings
 from kvbaton_conformance.scripted import ScriptedEngine
@@ -324,6 +325,110 @@ def test_observers_hear_of_every_request_and_milestone() -> None:
     assert (observer.added, sorted(observer.up)) == (["seen"], ["decode-0", "prefill-0"])
     assert observer.records[0].request_id == "seen"
     assert observer.milestones.index("reserved") < observer.milestones.index("committed")
+
+
+class _Listener:
+    """What is told of faults, dropped messages and stages."""
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[Exception, Any, Any, Any]] = []
+        self.dropped: list[tuple[str, str, Any, int]] = []
+        self.lost: list[str] = []
+
+    @hookimpl
+    def kvbaton_fault(self, error: Exception, transfer: Any, request: Any, stage: Any) -> None:
+        self.faults.append((error, transfer, request, stage))
+
+    @hookimpl
+    def kvbaton_message_dropped(self, family: str, reason: str, peer: Any, count: int) -> None:
+        self.dropped.append((family, reason, peer, count))
+
+    @hookimpl
+    def kvbaton_peer_lost(self, peer: Any) -> None:
+        self.lost.append(peer.name)
+
+
+@pytest.mark.clause("C6.3")
+def test_a_fault_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = ScriptedEngine.step
+
+    def broken(self: ScriptedEngine) -> Any:
+        if self.role.value == "decode" and self._sequences:
+            raise RuntimeError("scripted")
+        return healthy(self)
+
+    monkeypatch.setattr(ScriptedEngine, "step", broken)
+    listener = _Listener()
+    runtime = PDRuntime.start(settings(deadline__shutdown=2.0), hooks=[listener])
+    end = list(runtime.stream(runtime.add_request(SHORT, "mine")))[-1]
+    until(lambda: len(listener.faults) >= 2)
+    monkeypatch.undo()
+    with contextlib.suppress(KvbatonError):
+        runtime.close()
+    told = {(type(error), transfer, request, stage) for error, transfer, request, stage in listener.faults}
+    assert end.record is not None
+    assert (TransferFailed, end.record.transfer, "mine", "decode-0") in told
+    assert (KvbatonError, None, None, "decode-0") in told
+
+
+@pytest.mark.clause("C7.2", "C6.3")
+def test_a_lie_is_told_as_a_fault_of_its_stage(slow_decode: threading.Event) -> None:
+    listener = _Listener()
+    with PDRuntime.start(settings(), hooks=[listener]) as runtime:
+        runtime.add_request(SHORT, "mine")
+        until(lambda: runtime.statistics()["coordinator"]["transfers"] == 1)
+        (transfer,) = runtime._service._machine._entries
+        channels = cast("InprocCoordinatorChannels", runtime._service._channels)
+        peer = next(peer for peer in channels._peers if peer.name == "prefill-0")
+        channels._accept(peer, messages.Commit(transfer, 99))
+        until(lambda: len(listener.faults) >= 2)
+        slow_decode.set()
+    (lie,) = [told for told in listener.faults if isinstance(told[0], ProtocolViolation)]
+    assert (lie[0].clause, *lie[1:]) == ("C7.2", transfer, "mine", "prefill-0")
+
+
+@pytest.mark.clause("C1.2", "C9.3")
+def test_dropped_are_messages_and_what_is_none_of_a_stages() -> None:
+    listener = _Listener()
+    with PDRuntime.start(settings(), hooks=[listener]) as runtime:
+        runtime.abort("never was")
+        runtime.statistics()
+        assert listener.dropped == []
+        channels = cast("InprocCoordinatorChannels", runtime._service._channels)
+        peer = next(peer for peer in channels._peers if peer.name == "decode-0")
+        channels._accept(peer, messages.Retired(new_transfer_id()))
+        until(lambda: bool(listener.dropped))
+        assert listener.dropped == [("transfer", "Retired: unknown transfer", "decode-0", 1)]
+        for _ in range(3):
+            channels._accept(peer, b"rubbish")
+        until(lambda: sum(told[3] for told in listener.dropped[1:]) == 3)
+        assert {told[:3] for told in listener.dropped[1:]} == {("unknown", "malformed", None)}
+
+
+@pytest.mark.clause("C6.4")
+def test_a_stage_whose_channel_has_gone_is_waited_for_and_nobody_else_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvbaton.service._LAST_WORDS", 60.0)
+    may_end = threading.Event()
+    end = Stage._end_if_done
+    monkeypatch.setattr(
+        Stage, "_end_if_done", lambda self: end(self) if may_end.is_set() or self.peer.name != "decode-1" else None
+    )
+    listener = _Listener()
+    with PDRuntime.start(settings(stages__decode=2), hooks=[listener]) as runtime:
+        channels = cast("InprocCoordinatorChannels", runtime._service._channels)
+        peer = next(peer for peer in channels._peers if peer.name == "decode-1")
+        runtime.drain("decode-1", timeout=20)
+        channels._accept(peer, None)  # its channel ends, and it does not
+        key = runtime.add_request(SHORT)
+        until(lambda: key not in runtime._live, 5.0)
+        assert list(runtime.stream(key))[-1].finish_reason == "length"
+        assert listener.lost == []
+        runtime._service._silent[peer] = (0.0, "its channel ended")
+        until(lambda: listener.lost == ["decode-1"], 5.0)
+        may_end.set()
+        until(lambda: peer in runtime._service._gone)
 
 
 def test_a_policy_chooses_the_pair() -> None:

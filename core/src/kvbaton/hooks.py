@@ -75,7 +75,13 @@ class Specifications:
     def kvbaton_fault(
         self, error: Exception, transfer: TransferId | None, request: RequestKey | None, stage: str | None
     ) -> None:
-        """Something failed, with its first cause (C6.3): a transfer, or a whole stage (then ``transfer`` is None)."""
+        """Something failed, with its first cause (C6.3).
+
+        A request that ends as failed: ``request`` is set, ``transfer`` too where it had been placed, and ``stage`` is
+        the one that the cause lies with, None where it lies with none.  Or a stage, or the connection to it: then
+        ``transfer`` and ``request`` are None.  A stage that broke the protocol is told as a
+        :class:`~kvbaton.errors.ProtocolViolation`, besides the request that it ended.
+        """
 
     @hookspec
     def kvbaton_peer_up(self, peer: PeerId) -> None:
@@ -90,8 +96,13 @@ class Specifications:
         """A lost or stopped stage was joined and its peers closed their connections: nothing of it can arrive now."""
 
     @hookspec
-    def kvbaton_message_dropped(self, family: str, reason: str, peer: str | None) -> None:
-        """A control message was refused or ignored: malformed, late, repeated, of an unknown transfer (C1.2, C9.3)."""
+    def kvbaton_message_dropped(self, family: str, reason: str, peer: str | None, count: int) -> None:
+        """The coordinator has refused or ignored ``count`` control messages: late, repeated, of an unknown transfer
+        (C1.2), or input that is no message of a stage's (C9.3), as :class:`~kvbaton.control.ChannelStatistics` lists
+        it.
+
+        ``family`` is ``unknown`` and ``peer`` None where nobody can say.
+        """
 
     @hookspec(firstresult=True)
     def kvbaton_choose_pair(

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from kvbaton.errors import (
     KvbatonError,
     LocalProtocolError,
     MessageError,
+    ProtocolViolation,
     RequestCancelled,
     RequestRefused,
     RuntimeClosed,
@@ -135,6 +136,10 @@ class Service:
         self._draining: list[tuple[PeerId, concurrent.futures.Future[bool]]] = []
         self._censuses: list[_Census] = []
         self._counts: Counter[str] = Counter()
+        #: What the channels have refused so far, as far as observers were told.
+        self._dropped: Mapping[tuple[str, str], int] = {}
+        #: Their channels are gone, and their ends not seen yet: until when they are waited for, and why they are lost.
+        self._silent: dict[PeerId, tuple[float, str]] = {}
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
         self._gone: set[PeerId] = set()  # joined, and the end looked at
@@ -350,6 +355,7 @@ class Service:
                 self._on_event(event, now)
             for handle in exited:
                 self._on_exit(handle, now)
+            self._tell_dropped()
             while self._commands:
                 self._commands.popleft()()
             self._on_time(now)
@@ -405,6 +411,7 @@ class Service:
         if self._due:
             times.append(self._due[0][0])
         times += [census.by for census in self._censuses]
+        times += [by for by, _ in self._silent.values()]
         return max(min(times) - time.monotonic(), 0.0)
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -413,9 +420,8 @@ class Service:
         peer = event.peer
         if isinstance(event, ChannelLost):
             # the channel goes moments before its process does: the exit, with status and last words, says more
-            handle = self._handles.get(peer)
-            if peer not in self._expected and not (handle is not None and handle.join(_LAST_WORDS)):
-                self._carry_out(self._machine.peer_lost(peer, event.reason, now), now)
+            if peer not in self._expected:
+                self._silent[peer] = now + _LAST_WORDS, event.reason
             return
         message = event.message
         match message:
@@ -436,7 +442,14 @@ class Service:
                 )
             case _:
                 pass
-        self._carry_out(self._machine.handle(peer, message, now), now)
+        effects = self._machine.handle(peer, message, now)
+        for effect in effects:
+            if isinstance(effect, fx.Ignored):
+                self._hooks.tell(
+                    "kvbaton_message_dropped", family=messages.family_of(message),
+                    reason=f"{effect.event}: {effect.reason}", peer=peer.name, count=1,
+                )  # fmt: skip
+        self._carry_out(effects, now)
         if isinstance(message, messages.Connected):
             self._check_ready()
 
@@ -457,6 +470,7 @@ class Service:
         self._gone.add(peer)
         expected = peer in self._expected
         self._up.discard(peer)
+        self._silent.pop(peer, None)
         if not expected or handle.exit_status():
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:
@@ -468,12 +482,21 @@ class Service:
                 self._bad_ends.append(text)
             self._carry_out(self._machine.peer_lost(peer, text, now), now)
         self._carry_out(self._machine.peer_joined(peer, now), now)
-        self._hooks.tell("kvbaton_peer_fenced", peer=peer)
         for census in self._censuses:
             if census.waiting.pop(peer, None):
                 census.result[peer.name] = {"error": "the stage ended"}
 
+    def _tell_dropped(self) -> None:
+        dropped = self._channels.statistics().dropped
+        if dropped != self._dropped:
+            for (family, reason), total in dropped.items():
+                more = total - self._dropped.get((family, reason), 0)
+                if more:
+                    self._hooks.tell("kvbaton_message_dropped", family=family, reason=reason, peer=None, count=more)
+            self._dropped = dropped
+
     def _on_time(self, now: float) -> None:
+        self._give_up_silent(now, now)
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
             self._carry_out(self._machine.expire(now), now)
@@ -500,6 +523,12 @@ class Service:
                 StartupError(f"C6.7: {what} within deadline.startup of {self._settings.deadline.startup:g} s")
             )
 
+    def _give_up_silent(self, until: float, now: float) -> None:
+        """Lost are those whose channel has gone and who are still not seen to have ended."""
+        for peer, (_, reason) in [item for item in self._silent.items() if item[1][0] <= until]:
+            del self._silent[peer]
+            self._carry_out(self._machine.peer_lost(peer, reason, now), now)
+
     def _on_reply(self, peer: PeerId, reply: messages.Reply) -> None:
         for census in self._censuses:
             if census.waiting.get(peer) == reply.control_id:
@@ -519,6 +548,7 @@ class Service:
         self._closing = True
         now = time.monotonic()
         self._give_up_at = now + 3 * (self._settings.deadline.shutdown + _GRACE)
+        self._give_up_silent(math.inf, now)
         for key in tuple(self._tracked):
             self._carry_out(self._machine.abort(key, now, "the runtime closed"), now)
         self._carry_out(self._machine.fatal("the runtime closed", now), now)
@@ -543,18 +573,24 @@ class Service:
                     self._kill(peer, cause)
                 case fx.Join(peer):
                     self._expected.add(peer)
-                case fx.Fault(transfer, cause):
+                case fx.Fenced(peer):
+                    self._hooks.tell("kvbaton_peer_fenced", peer=peer)
+                case fx.Fault(_, cause, _, peer):
                     _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s", cause)
-                    error = TransferFailed(cause, transfer=transfer) if transfer else KvbatonError(cause)
-                    self._hooks.tell("kvbaton_fault", error=error, transfer=transfer, request=None, stage=None)
-                case fx.Ignored(transfer, event, reason):
+                    self._tell_fault(KvbatonError(cause), None, None, peer)
+                case fx.Ignored():
                     self._counts["ignored"] += 1
-                    self._hooks.tell(
-                        "kvbaton_message_dropped", family="transfer", reason=f"{event}: {reason}", peer=None
-                    )
                 case fx.Violation(clause, transfer, peer, text):
                     self._counts[f"violations_{clause}"] += 1
                     _log.error("%s violation by %s: %s", clause, peer, text)
+                    violation = ProtocolViolation(clause, f"{peer}: {text}", peer=peer, transfer=transfer)
+                    self._tell_fault(violation, transfer, self._machine.key(transfer) if transfer else None, peer)
+
+    def _tell_fault(
+        self, error: KvbatonError, transfer: TransferId | None, request: RequestKey | None, peer: PeerId | None
+    ) -> None:
+        stage = peer.name if peer else None
+        self._hooks.tell("kvbaton_fault", error=error, transfer=transfer, request=request, stage=stage)
 
     def _send(self, peer: PeerId, message: messages.Message, now: float) -> None:
         try:
@@ -619,6 +655,7 @@ class Service:
                 f"request {key}{f', transfer {transfer}' if transfer else ''} failed: {event.cause}",
                 request=key, transfer=transfer, cause=event.cause,
             )  # fmt: skip
+            self._tell_fault(error, transfer, key, event.peer)
         if tracked.transfer is not None:
             for transfer in [t for t in self._retiring if self._machine.phase(t) is None]:  # T12
                 del self._retiring[transfer]

@@ -196,6 +196,53 @@ def test_a_second_return_is_reported_and_changes_no_balance():
     assert [(v.blocks_out, v.slots_out) for v in before] == [(v.blocks_out, v.slots_out) for v in after]
 
 
+# -- the fence -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("C6.4")
+def test_a_joined_stage_is_fenced_when_everybody_has_closed_towards_it():
+    """Joined alone is half a fence; a lost receiver may be written to until it is joined itself."""
+    desk = Desk(decodes=(D0, D1))
+    D2 = PeerId("decode-2", 1)
+    desk.hear(D2, Hello(D2, Role.DECODE, capacity(), b"d"))
+    desk.did(desk.c.peer_lost(D1, "gone", desk.now))
+    assert not orders(desk.did(desk.c.peer_joined(P0, desk.now)), fx.Fenced)
+    assert not orders(desk.hear(D0, PeerDown(P0, False, "reset")), fx.Fenced)
+    assert not orders(desk.hear(D0, PeerDown(P0, True)), fx.Fenced)
+    assert not orders(desk.hear(D2, PeerDown(P0, True)), fx.Fenced)
+    assert orders(desk.did(desk.c.peer_joined(D1, desk.now)), fx.Fenced) == [fx.Fenced(P0), fx.Fenced(D1)]
+    assert not orders(desk.hear(D0, PeerDown(P0, True)), fx.Fenced)
+    assert sorted(e.peer for e in orders(desk.log, fx.Fenced)) == [D1, P0]
+
+
+@pytest.mark.clause("C6.4")
+def test_who_closed_before_the_join_need_not_close_again():
+    desk = Desk()
+    desk.hear(D0, PeerDown(P0, True))
+    assert orders(desk.did(desk.c.peer_joined(P0, desk.now)), fx.Fenced) == [fx.Fenced(P0)]
+
+
+@pytest.mark.clause("C6.3")
+def test_a_failure_names_the_stage_that_it_lies_with():
+    desk = Desk()
+    for name, peer, message in (
+        ("prefill", P0, lambda t: Failed(t, "no")), ("decode", D0, lambda t: Failed(t, "no")),
+        ("lie", P0, lambda t: Commit(t, 0)),
+    ):  # fmt: skip
+        desk.submit(name)
+        t = desk.life(name, "reserved")
+        desk.hear(peer, message(t))
+        assert desk.ends(name)[0].peer == peer
+        desk.hear(P0, Retired(t))
+        desk.hear(D0, Retired(t))
+    desk.submit("late")
+    desk.wait(1000.0)
+    assert desk.ends("late")[0].peer == D0
+    desk.submit("lost")
+    assert orders(desk.did(desk.c.peer_lost(P0, "gone", desk.now)), fx.Fault)[0].peer == P0
+    assert desk.ends("lost")[0].peer == P0
+
+
 @pytest.mark.clause("C7.2")
 def test_a_writer_that_hit_memory_it_was_not_given_is_lost():
     desk = Desk()

@@ -259,7 +259,7 @@ add(
 add(
     "the-first-cause-is-lost", "a request that failed says nothing of why", "C6.3",
     edit(C._failed_p, 'f"{entry.p.id}: {message.cause}"', '"failed"'),
-    edit(C._failed_d, 'f"{entry.d.id}: {message.cause}{_missing(message)}", effects)\n    if', '"failed", effects)\n    if'),
+    edit(C._failed_d, 'f"{entry.d.id}: {message.cause}{_missing(message)}"', '"failed"'),
 )  # fmt: skip
 add(
     "an-older-start-replaces-a-newer-one", "the Hello of an earlier start of a stage takes the place of the present",

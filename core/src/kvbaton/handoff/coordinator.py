@@ -34,6 +34,7 @@ from kvbaton.handoff.effects import (
     Ended,
     Ending,
     Fault,
+    Fenced,
     Ignored,
     Join,
     Kill,
@@ -157,8 +158,8 @@ class PeerView(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "leaving", "ledger", "ordinal", "role",
-                 "status")  # fmt: skip
+    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "leaving", "ledger", "ordinal", "quiet",
+                 "role", "status")  # fmt: skip
 
     def __init__(self, hello: Hello) -> None:
         self.id = hello.peer
@@ -175,6 +176,8 @@ class _Peer:
         #: Peers that it reported up, and those whose connection has gone down for good.
         self.connected: set[PeerId] = set()
         self.down: set[PeerId] = set()
+        #: Of the latter, those of whom it has said that nothing can arrive any more.
+        self.quiet: set[PeerId] = set()
         #: Generations that are on it and not forgotten.
         self.entries: dict[TransferId, _Entry] = {}
 
@@ -277,6 +280,8 @@ class Coordinator:
         self._peers: dict[PeerId, _Peer] = {}
         self._prefills: dict[PeerId, _Peer] = {}
         self._decodes: dict[PeerId, _Peer] = {}
+        #: Joined, and who has still to close its end of the connection: the second half of the fence (C6.4).
+        self._unclosed: dict[PeerId, set[PeerId]] = {}
         self._entries: dict[TransferId, _Entry] = {}
         self._live: dict[RequestKey, _Waiting | _Entry] = {}
         self._queue: list[_Waiting] = []
@@ -329,6 +334,11 @@ class Coordinator:
         """The phase of a live request; None: no live request has this key."""
         found = self._live.get(key)
         return None if found is None else found.phase if isinstance(found, _Entry) else _WAITING
+
+    def key(self, transfer: TransferId) -> RequestKey | None:
+        """The request of a generation that is not forgotten."""
+        entry = self._entries.get(transfer)
+        return entry.waiting.key if entry else None
 
     def credits_out(self, transfer: TransferId) -> tuple[bool, bool]:
         """Whether P's and D's credit of a generation are out."""
@@ -479,7 +489,11 @@ class Coordinator:
                 self._p_over(entry, effects)
             elif entry.d is found and entry.d_out:
                 self._d_over(entry)
+        # one that is lost and not joined may be written to all the same
+        self._unclosed[peer] = {o.id for o in others.values() if o.status is not _FENCED and peer not in o.quiet}
         self._forget_peer(found)
+        for joined in tuple(self._unclosed):
+            self._closed(joined, peer, effects)
         self._stop_receivers(effects)
         return self._settle(effects)
 
@@ -549,7 +563,7 @@ class Coordinator:
                     self._overdue(entry, text, effects)
                 else:
                     whom = entry.d if queue in (self._reserve, self._receipts) else entry.p
-                    self._end(entry, _FAILED, f"{text}, waiting for {whom.id}", effects)
+                    self._end(entry, _FAILED, f"{text}, waiting for {whom.id}", effects, at=whom)
         while self._later and self._later[0] <= self._now:
             heapq.heappop(self._later)
             self._freed = True
@@ -603,23 +617,36 @@ class Coordinator:
         """
         other = self._peers.get(message.peer)
         sender.connected.discard(message.peer)
+        if message.quiet and message.peer in self._unclosed:
+            self._closed(message.peer, sender.id, effects)
+            return
         if other is None or other.status is _FENCED or other.role is sender.role:
             effects.append(Ignored(None, "PeerDown", f"{message.peer} is not known or was joined"))
             return
         sender.down.add(other.id)
+        if message.quiet:
+            sender.quiet.add(other.id)
         p, d = (sender, other) if sender.role is Role.PREFILL else (other, sender)
         pair = [entry for entry in sender.entries.values() if entry.p is p and entry.d is d]
         cause = f"the connection from {p.id} to {d.id} is down: {message.cause or 'no reason given'}"
         told = [entry for entry in pair if entry.phase is not _RESERVING]
         for entry in pair:
             if entry.phase in _EXPOSED:
-                self._end(entry, _FAILED, cause, effects)  # RESERVING: with a Release
+                self._end(entry, _FAILED, cause, effects, at=other)  # RESERVING: with a Release
         if sender is d and message.quiet and d.status is _UP:
             # D's memory is fenced; P may still be reading its own, so P's credit stays out
             effects += [SendTo(d.id, Release(e.transfer)) for e in told if e.phase is _ENDED and e.d_out]
         if other.status is _UP and not (p.leaving or d.leaving):  # else it is what was to be expected
-            effects.append(Fault(None, cause))
+            effects.append(Fault(None, cause, peer=other.id))
         self._refuse_unserved(effects)
+
+    def _closed(self, joined: PeerId, by: PeerId, effects: Effects) -> None:
+        """``by`` has closed its end of a joined peer's connection, or was joined itself."""
+        unclosed = self._unclosed[joined]
+        unclosed.discard(by)
+        if not unclosed:
+            del self._unclosed[joined]
+            effects.append(Fenced(joined))
 
     def _fatal_peer(self, sender: _Peer, message: Fatal, effects: Effects) -> None:
         if sender.status is _UP:
@@ -655,7 +682,7 @@ class Coordinator:
             if not again:
                 times = f" ({waiting.tries + 1} times)" if waiting.tries else ""
                 self._give_back_d(entry)
-                self._end(entry, _FAILED, f"{entry.d.id} refused{times}: {message.cause}", effects)
+                self._end(entry, _FAILED, f"{entry.d.id} refused{times}: {message.cause}", effects, at=entry.d)
                 return
             self._give_back_d(entry)
             self._give_back_p(entry)
@@ -747,7 +774,7 @@ class Coordinator:
     def _failed_p(self, entry: _Entry, message: Failed, effects: Effects) -> None:
         """The chunks will not all arrive.  After Received that is P's own affair."""
         if entry.phase is _PREFILLING or entry.phase is _COMMITTED:
-            self._end(entry, _FAILED, f"{entry.p.id}: {message.cause}", effects)
+            self._end(entry, _FAILED, f"{entry.p.id}: {message.cause}", effects, at=entry.p)
         elif entry.phase is _RESERVING:
             self._violated(entry, entry.p, "Failed before its time", effects)
         else:
@@ -759,7 +786,7 @@ class Coordinator:
         elif entry.phase is _ENDED:
             self._late(entry, message, effects)
         else:
-            self._end(entry, _FAILED, f"{entry.d.id}: {message.cause}{_missing(message)}", effects)
+            self._end(entry, _FAILED, f"{entry.d.id}: {message.cause}{_missing(message)}", effects, at=entry.d)
         if message.culprit is not None and message.culprit == entry.p.id and entry.p.status is _UP:
             self._lose(entry.p, f"{entry.d.id}: {message.cause}", effects)  # it may have hit memory (C7.2)
 
@@ -798,17 +825,27 @@ class Coordinator:
         """The message is not applied; the transfer ends."""
         effects.append(Violation(clause, entry.transfer, sender.id, text))
         if entry.phase is not _ENDED:
-            self._end(entry, _FAILED, f"{clause}: {sender.id}: {text}", effects)
+            self._end(entry, _FAILED, f"{clause}: {sender.id}: {text}", effects, at=sender)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def _end(
-        self, entry: _Entry, ending: Ending, cause: str, effects: Effects, reason: FinishReason | None = None
+        self,
+        entry: _Entry,
+        ending: Ending,
+        cause: str,
+        effects: Effects,
+        reason: FinishReason | None = None,
+        *,
+        at: _Peer | None = None,
     ) -> None:
-        """Terminal for the caller.  Tell whoever still works on it; keep the credits until they have retired (C2.5)."""
+        """Terminal for the caller.  Tell whoever still works on it; keep the credits until they have retired (C2.5).
+
+        ``at``: whom a failure lies with.
+        """
         phase = entry.phase
         transfer = entry.transfer
-        self._tell_end(entry.waiting, transfer, ending, cause, effects, reason)
+        self._tell_end(entry.waiting, transfer, ending, cause, effects, reason, at.id if at else None)
         if ending is not _FINISHED:
             if (phase is _PREFILLING or phase is _COMMITTED) and entry.p.status is _UP:
                 effects.append(SendTo(entry.p.id, Cancel(transfer)))
@@ -830,9 +867,10 @@ class Coordinator:
         cause: str,
         effects: Effects,
         reason: FinishReason | None = None,
+        at: PeerId | None = None,
     ) -> None:
         del self._live[waiting.key]  # C1.1
-        effects.append(Tell(waiting.key, transfer, Ended(ending, reason, cause)))
+        effects.append(Tell(waiting.key, transfer, Ended(ending, reason, cause, at)))
 
     def _p_over(self, entry: _Entry, effects: Effects) -> None:
         """P's side holds nothing any more and writes nothing any more, by its own word or by a fence."""
@@ -877,12 +915,12 @@ class Coordinator:
     def _lose(self, peer: _Peer, cause: str, effects: Effects, kill: bool = True) -> None:
         peer.status = _LOST
         if not peer.leaving:
-            effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}"))
+            effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}", peer=peer.id))
             if kill:
                 effects.append(Kill(peer.id, cause))
         for entry in tuple(peer.entries.values()):
             if entry.phase in _EXPOSED or (entry.phase is _RECEIVED and entry.d is peer):
-                self._end(entry, _FAILED, f"{peer.id} is lost: {cause}", effects)
+                self._end(entry, _FAILED, f"{peer.id} is lost: {cause}", effects, at=peer)
         self._refuse_unserved(effects)
 
     def _forget_peer(self, peer: _Peer) -> None:
@@ -894,6 +932,7 @@ class Coordinator:
         for other in self._peers.values():
             other.connected.discard(peer.id)
             other.down.discard(peer.id)
+            other.quiet.discard(peer.id)
 
     def _stop_receivers(self, effects: Effects) -> None:
         if self._stopping != 1 or any(p.status is not _FENCED for p in self._prefills.values()):

@@ -67,12 +67,13 @@ class Milestone(Effect, frozen=True, gc=False):
 
 class Fault(Effect, frozen=True, gc=False):
     """Something failed here (C6.3).  ``transfer`` is None where it is about the stage; ``retained``: memory stays
-    held.
+    held.  ``peer``: from the coordinator, the stage that it is about.
     """
 
     transfer: TransferId | None
     cause: str
     retained: bool = False
+    peer: PeerId | None = None
 
 
 class Ignored(Effect, frozen=True, gc=False):
@@ -194,6 +195,14 @@ class Join(Effect, frozen=True, gc=False):
     peer: PeerId
 
 
+class Fenced(Effect, frozen=True, gc=False):
+    """``peer`` was joined, and every stage that it could reach has closed its end or was joined: nothing of it can
+    arrive any more (C6.4).  Once for each peer.
+    """
+
+    peer: PeerId
+
+
 class Ending(enum.Enum):
     """How a request ended for its caller."""
 
@@ -224,11 +233,15 @@ class Requeued(Effect, frozen=True, gc=False):
 
 
 class Ended(Effect, frozen=True, gc=False):
-    """The one terminal outcome of the request.  Its key is free for reuse from here on (C1.1)."""
+    """The one terminal outcome of the request.  Its key is free for reuse from here on (C1.1).
+
+    ``peer``: the stage that a failure lies with; None where it lies with none.
+    """
 
     ending: Ending
     reason: FinishReason | None = None
     cause: str = ""
+    peer: PeerId | None = None
 
 
 class Tell(Effect, frozen=True, gc=False):
@@ -265,4 +278,4 @@ SourceEffect: TypeAlias = (
 DestinationEffect: TypeAlias = (
     Send | Admit | Grant | Import | Suspend | Revoke | Free | DisconnectPeer | Milestone | Fault | Ignored | Violation
 )
-CoordinatorEffect: TypeAlias = SendTo | Tell | Reached | Kill | Join | Fault | Ignored | Violation
+CoordinatorEffect: TypeAlias = SendTo | Tell | Reached | Kill | Join | Fenced | Fault | Ignored | Violation
