@@ -1,0 +1,367 @@
+"""One stage's end of the transport: a lobby, and a link to each peer.
+
+The promises are those of :class:`~kvbaton.connector.TransferConnector`; comments say where each is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from kvbaton.connector import (
+    IDLE,
+    Capabilities,
+    Chunk,
+    Completion,
+    ConnectorBase,
+    Endpoint,
+    MemoryRegion,
+    Outcome,
+    PeerEvent,
+    Progress,
+    Receipt,
+)
+from kvbaton.errors import (
+    ConnectError,
+    Outstanding,
+    PeerLost,
+    ProtocolViolation,
+    RegistrationError,
+)
+from kvbaton.identity import PeerId
+from kvbaton_nixl import library
+from kvbaton_nixl.link import Ended, Link, LinkBroken, destroy, register
+from kvbaton_nixl.options import NixlOptions
+from kvbaton_nixl.words import Hello, Kind, Lobby, Region
+
+#: Hellos of peers that ``connect`` has not named yet; the oldest gives way to one more.
+MAX_CALLERS = 256
+
+
+class NixlConnector(ConnectorBase):
+    """See the package's docstring for the design.  One thread; nothing waits for a peer.
+
+    ``clock`` (seconds, growing) is what the pings go by.
+    """
+
+    def __init__(
+        self,
+        peer: PeerId,
+        options: NixlOptions,
+        capabilities: Capabilities,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.capabilities = capabilities
+        self.peer = peer
+        self._options = options
+        self._clock = clock
+        self._regions: tuple[MemoryRegion, ...] = ()
+        self._links: dict[PeerId, Link] = {}
+        self._lobbies: dict[PeerId, tuple[str, Lobby]] = {}  # of peers that may not have had our hello yet
+        self._hellos: OrderedDict[PeerId, Hello] = OrderedDict()
+        self._down: dict[PeerId, bool] = {}  # peers that went down, and whether quiet was said
+        self._dead: set[PeerId] = set()  # proven, by core
+        self._said_bye: set[PeerId] = set()
+        self._completions: list[Completion] = []
+        self._receipts: list[Receipt] = []
+        self._events: list[PeerEvent] = []
+        self._dropped = 0
+        self._count = 0
+        self._secret = secrets.token_bytes(16)
+        self._closed = False
+        self._lobby: Any = library.make_agent(self._name("lobby"), options)
+        # before anything is registered, so that it tells how to reach the lobby and nothing else
+        self._metadata = Lobby(self._lobby.get_agent_metadata(), self._secret).encode()
+
+    def _name(self, what: str) -> str:
+        """A name that no agent had before: NIXL takes two of one name for the same."""
+        self._count += 1
+        return f"{self.peer}/{what}/{os.getpid()}.{self._count}.{secrets.token_hex(4)}"
+
+    # -- memory (T1) -------------------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Every link registers the regions anew.  Here they are tried, and let go again, so that what UCX cannot
+        reach is refused now and not when the first peer comes.
+        """
+        kinds = sorted({region.kind for region in regions})
+        for region in regions:
+            reason = ""
+            if region.kind not in self.capabilities.memory_kinds:
+                reason = f"it is {region.kind} memory, and no CUDA device is visible to this process"
+            elif len(kinds) > 1:
+                reason = f"there are regions of {' and '.join(kinds)} memory, and one write has one kind on each side"
+            if reason:
+                raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
+        self._overlaps(regions)
+        try:
+            tried = register(self._lobby, regions)
+            if tried is not None:
+                self._lobby.deregister_memory(tried)
+        except Exception as error:
+            reason = library.describe(error)
+            raise RegistrationError(
+                f"T1: NIXL registers none of {len(regions)} regions: {reason}", reason=reason
+            ) from error
+        self._regions = tuple(regions)
+
+    def _overlaps(self, regions: Sequence[MemoryRegion]) -> None:
+        """NIXL takes overlapping regions silently, and then a write may go through either."""
+        ordered = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
+        for one, other in pairwise(ordered):
+            same = (one.kind, one.device) == (other.kind, other.device)
+            if same and other.address < one.address + one.length:
+                reason = f"it begins inside region {one.id}"
+                raise RegistrationError(f"T1: region {other.id}: {reason}", region=other.id, reason=reason)
+
+    # -- the handshake (T2) ------------------------------------------------------------------------------------------
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, peer: Endpoint) -> None:
+        """Make a link for the peer and tell its lobby; it is up when its own hello has come, which names our epoch."""
+        id = peer.peer
+        for old in [known for known in self._links if known.name == id.name and known != id]:
+            self._lose(old, PeerLost(f"C1.4: {old} was replaced by {id}", peer=old))
+        for old in [known for known in self._down if known.name == id.name and known != id]:
+            self._forget(old)
+        if id in self._links:
+            return
+        self._forget(id)
+        try:
+            lobby = Lobby.decode(peer.metadata)
+            name = self._lobby.add_remote_agent(lobby.agent)
+        except ProtocolViolation as error:
+            self._refuse(id, ConnectError(f"T2: the metadata of {id} is not ours: {error}", peer=id), error)
+            return
+        except Exception as error:
+            self._refuse(id, ConnectError(f"T2: the metadata of {id} names no agent of NIXL", peer=id), error)
+            return
+        self._lobbies[id] = (name.decode() if isinstance(name, bytes) else name, lobby)
+        try:
+            self._links[id] = Link(self.peer, id, self._name(str(id)), self._options, self._regions)
+        except Exception as error:
+            self._refuse(id, ConnectError(f"T2: no link to {id}: {library.describe(error)}", peer=id), error)
+            return
+        self._greet(id)
+
+    def _greet(self, id: PeerId) -> None:
+        """Say hello.  Again with each ping until the peer has answered, so that one that is gone is noticed."""
+        name, lobby = self._lobbies[id]
+        regions = tuple(
+            Region(region.id, region.kind, region.device, region.address, region.length) for region in self._regions
+        )
+        hello = Hello(self.peer, id, lobby.secret, self._links[id].metadata, regions)
+        self._links[id].next_ping = self._clock() + self._options.heartbeat
+        try:
+            self._lobby.send_notif(name, hello.encode())
+        except Exception as error:
+            cause = ConnectError(f"T2: {id} does not hear: {library.describe(error)}", peer=id)
+            cause.__cause__ = error
+            self._lose(id, cause)
+
+    def _refuse(self, id: PeerId, cause: ConnectError, error: Exception) -> None:
+        cause.__cause__ = error
+        self._leave_lobby(id)
+        self._events.append(PeerEvent(id, up=False, quiet=True, error=cause))  # it was never told of our memory
+        self._down[id] = True
+
+    def _hear_hellos(self) -> None:
+        for words in self._lobby.get_new_notifs().values():
+            for word in words:
+                try:
+                    hello = Hello.decode(word)
+                except ProtocolViolation:
+                    self._dropped += 1
+                    continue
+                # for this epoch of ours, by somebody who was given our endpoint (C1.4)
+                if hello.you != self.peer or not hmac.compare_digest(hello.secret, self._secret):
+                    self._dropped += 1
+                    continue
+                self._hellos.setdefault(hello.me, hello)
+                while len(self._hellos) > MAX_CALLERS:
+                    self._hellos.popitem(last=False)
+        for id, link in list(self._links.items()):
+            if not link.open and id in self._hellos:
+                try:
+                    link.greet(self._hellos.pop(id))
+                    link.say(Kind.PING)
+                except LinkBroken as broken:
+                    self._lose(id, ConnectError(f"T2: {broken.cause}", peer=id))
+                    continue
+                self._events.append(PeerEvent(id, up=True))
+
+    def disconnect(self, peer: PeerId) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            self._say_quiet(peer)
+        elif not link.open:  # our hello may have come: then the peer knows our memory, and has not said bye
+            self._lose(peer, PeerLost(f"T2: {peer} was disconnected before it was up", peer=peer))
+        else:
+            link.closing = True
+
+    def fenced(self, peer: PeerId) -> None:
+        """The peer's process is dead, so it writes nothing itself; with its link goes what waits in our sockets."""
+        self._dead.add(peer)
+        if peer in self._links:
+            self._lose(peer, PeerLost(f"C6.4: {peer} was fenced", peer=peer))
+        else:
+            self._say_quiet(peer)
+
+    def _say_quiet(self, peer: PeerId) -> None:
+        """Once, for a peer that is down: its link was destroyed, and it has said bye or is dead (C6.4)."""
+        if self._down.get(peer) is False and (peer in self._dead or peer in self._said_bye):
+            self._down[peer] = True
+            self._events.append(PeerEvent(peer, up=False, quiet=True))
+
+    def _lose(self, id: PeerId, cause: Exception) -> None:
+        """The end of a link, for whatever reason but a disconnection that both have agreed to (T7)."""
+        link = self._links.pop(id)
+        if link.open:
+            with contextlib.suppress(LinkBroken):  # what had come before the end
+                self._hear(link)
+        dead = id in self._dead
+        self._finish(link.end(cause, peer_is_dead=dead))
+        self._dropped += link.dropped
+        self._leave_lobby(id)
+        if link.heard_bye:
+            self._said_bye.add(id)
+        quiet = dead or link.heard_bye
+        self._down[id] = quiet
+        self._events.append(PeerEvent(id, up=False, quiet=quiet, error=cause))
+
+    def _leave_lobby(self, id: PeerId) -> None:
+        known = self._lobbies.pop(id, None)
+        if known is not None:
+            try:
+                self._lobby.remove_remote_agent(known[0])
+            except Exception:
+                self._dropped += 1  # NIXL has removed it itself, with the connection
+
+    def _forget(self, id: PeerId) -> None:
+        self._down.pop(id, None)
+        self._dead.discard(id)
+        self._said_bye.discard(id)
+
+    # -- chunks at the source (T5, T6, T9) ---------------------------------------------------------------------------
+
+    def submit(self, chunk: Chunk) -> bool:
+        link = self._links.get(chunk.peer)
+        if link is None or not link.open or link.closing:
+            error = PeerLost(f"T7: {chunk.peer} is not connected", peer=chunk.peer)
+            self._finish([Ended(chunk, Outcome.FAILED, True, True, error)])
+            return True
+        if len(link.posted) >= self._options.inflight_chunks:
+            return False  # T6: per peer, so that a frozen one fills only its own room
+        try:
+            ended = link.post(chunk)
+        except LinkBroken as broken:
+            if (chunk.transfer, chunk.sequence) not in link.posted:
+                self._finish([Ended(chunk, Outcome.FAILED, True, True, broken.cause)])
+            self._lose(chunk.peer, broken.cause)
+            return True
+        if ended is not None:
+            self._finish([ended])
+        return True
+
+    def outstanding(self) -> int:
+        return len(self._completions) + sum(len(link.posted) for link in self._links.values())
+
+    def _finish(self, ended: Sequence[Ended]) -> None:
+        self._completions += [
+            Completion(
+                one.chunk.transfer, one.chunk.sequence, one.outcome, one.source_quiet, one.target_quiet, one.error
+            )
+            for one in ended
+        ]
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> Progress:
+        if self._closed:
+            return IDLE
+        self._hear_hellos()
+        now = self._clock()
+        for id, link in list(self._links.items()):
+            try:
+                if link.open:
+                    self._hear(link)
+                    self._finish(link.ended())
+                    self._close_link(id, link)
+                if now >= link.next_ping:
+                    self._ping(id, link, now)
+            except LinkBroken as broken:
+                if id in self._links:
+                    self._lose(id, broken.cause)
+        if not (self._completions or self._receipts or self._events):
+            return IDLE
+        progress = Progress(tuple(self._completions), tuple(self._receipts), tuple(self._events))
+        self._completions, self._receipts, self._events = [], [], []
+        return progress
+
+    def _hear(self, link: Link) -> None:
+        for note in link.notes():
+            match note.kind:
+                case Kind.WRITTEN:
+                    self._receipts.append(Receipt(link.peer, note.transfer, note.sequence))  # T3
+                case Kind.BYE:
+                    link.heard_bye = link.closing = True
+                case Kind.PING:
+                    pass
+        if link.heard:
+            self._leave_lobby(link.peer)
+
+    def _ping(self, id: PeerId, link: Link, now: float) -> None:
+        link.next_ping = now + self._options.heartbeat
+        if id in self._lobbies:
+            self._greet(id)
+        if link.open:
+            link.say(Kind.PING)
+
+    def _close_link(self, id: PeerId, link: Link) -> None:
+        """A disconnection goes through when nothing of ours is under way and the peer says the same."""
+        if not link.closing or link.posted:
+            return
+        if not link.said_bye:
+            link.said_bye = True
+            link.say(Kind.BYE)
+        if link.heard_bye:
+            del self._links[id]
+            link.end(PeerLost(f"C6.4: {id} was disconnected", peer=id), peer_is_dead=False)
+            self._dropped += link.dropped
+            self._leave_lobby(id)
+            self._said_bye.add(id)
+            self._down[id] = True
+            self._events.append(PeerEvent(id, up=False, quiet=True))
+
+    def statistics(self) -> Mapping[str, float]:
+        """What was dropped as no word of ours."""
+        return {"dropped_notes_total": self._dropped + sum(link.dropped for link in self._links.values())}
+
+    # -- the end (T10) -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say bye to everybody, then destroy every agent, while CUDA, if there is any, is still alive."""
+        if self._closed:
+            return
+        if waiting := self.outstanding():
+            raise Outstanding(f"T10: {waiting} chunks are outstanding; poll() until each has completed", count=waiting)
+        self._closed = True
+        for id, link in list(self._links.items()):
+            if link.open and not link.said_bye:
+                with contextlib.suppress(LinkBroken):
+                    link.say(Kind.BYE)
+            link.end(PeerLost(f"T10: closed with {id} connected", peer=id), peer_is_dead=False)
+        self._links.clear()
+        self._lobbies.clear()
+        destroy(self._lobby)
+        self._lobby = None
+        self._receipts, self._events = [], []

@@ -1,0 +1,43 @@
+"""``transport.options`` of ``transport.name = "nixl"``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+class NixlOptions(BaseModel):
+    """Every field has a default that fits one host; an option that nobody reads is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backend: Literal["UCX"] = Field("UCX", description="NIXL's backend; UCX is what this plugin was proved with")
+    ucx: dict[str, str] = Field(
+        default_factory=dict,
+        description='settings of UCX without their prefix, as in {"TLS": "tcp,self"}; they override UCX_* variables',
+    )
+    inflight_chunks: Annotated[int, Field(ge=1, le=4096)] = Field(
+        128, description="chunks per peer that are posted and not done; more are refused until there is room (T6)"
+    )
+    heartbeat: Annotated[float, Field(ge=0.01, le=60)] = Field(
+        0.25, description="seconds between two pings of a peer; a peer that is gone is noticed within one of them (T7)"
+    )
+    telemetry: bool = Field(False, description="let NIXL measure each write; `statistics` then has what it measured")
+    log_level: Literal["FATAL", "ERROR", "WARN", "INFO", "DEBUG", "TRACE"] = Field(
+        "FATAL",
+        description="what NIXL and UCX print; what they report is in our errors, so by default they print nothing",
+    )
+
+    @field_validator("ucx")
+    @classmethod
+    def _names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name.startswith("UCX_"):
+                raise ValueError(f"write {name.removeprefix('UCX_')!r}: the prefix UCX_ is added")
+            if not _SETTING.fullmatch(name):
+                raise ValueError(f"{name!r} is no setting of UCX: they are capital letters, digits and underscores")
+        return value

@@ -1,0 +1,67 @@
+"""The plugin object: light, and loaded before anybody knows whether the transport is wanted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Need
+from kvbaton_nixl import library
+from kvbaton_nixl.options import NixlOptions
+
+if TYPE_CHECKING:
+    from kvbaton_nixl.connector import NixlConnector
+
+#: True of every connector that is opened; see :class:`~kvbaton.connector.Capabilities` for what each word promises.
+CAPABILITIES = Capabilities(
+    memory_kinds=frozenset({"host"}),
+    same_process=True,
+    cross_process=True,
+    cross_host=True,
+    quiet="peer_death",  # after an error a live peer on this host may still write: it needs no socket for that
+    copies_in_submit=True,  # through shared memory and cross-memory attach NIXL writes while it posts
+    max_segments=16384,  # posting 131,000 descriptors at once takes half a second
+)
+
+
+class NixlPlugin:
+    """``transport.name = "nixl"``."""
+
+    name = "nixl"
+    api_version = API_VERSION
+    Options = NixlOptions
+
+    def probe(self, need: Need) -> Availability:
+        """Usable where NIXL is installed; for device memory, where a CUDA device is visible too."""
+        missing = library.missing()
+        if missing:
+            return Availability(False, missing, "pip install kvbaton-nixl", CAPABILITIES)
+        capabilities = capabilities_here()
+        if need.memory_kind not in capabilities.memory_kinds:
+            return Availability(
+                False,
+                f"no CUDA device is visible, and {need.memory_kind} memory was asked for",
+                "keep the KV cache in host memory, or look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
+                capabilities,
+            )
+        if need.memory_kind == "cuda" and need.reach == "same_process":
+            return Availability(
+                False,
+                "two NIXL agents of one process do not reach each other's device memory",
+                'run the stages in processes of their own: launch = "process"',
+                capabilities,
+            )
+        return Availability(True, capabilities=capabilities)
+
+    def open(self, options: NixlOptions, context: ConnectorContext) -> NixlConnector:
+        """A connector for the stage ``context.peer``."""
+        from kvbaton_nixl.connector import NixlConnector  # only who opens one pays for it
+
+        return NixlConnector(context.peer, options, capabilities_here())
+
+
+def capabilities_here() -> Capabilities:
+    """With device memory where this process sees a CUDA device."""
+    if not library.cuda_visible():
+        return CAPABILITIES
+    return replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))

@@ -1,0 +1,114 @@
+"""What peers say to each other: *hellos* between lobbies, and *notes* on links.
+
+Everything here comes from another process, or from anybody who can reach a port of ours: it is decoded strictly, and
+what is not exactly a word of ours raises :class:`~kvbaton.errors.ProtocolViolation` (C9.3).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvbaton.connector import MemoryKind
+from kvbaton.errors import ProtocolViolation
+from kvbaton.identity import PeerId, TransferId
+
+#: The first bytes of every note: what it is, and the version of this page.
+_MAGIC = b"kvb1"
+#: magic, kind, receiver's epoch, sender's epoch, transfer, sequence: 48 bytes, little-endian.
+_NOTE = struct.Struct("<4sIQQ16sQ")
+
+
+class Kind(enum.IntEnum):
+    """What a note says."""
+
+    #: All bytes of a chunk have been written.
+    WRITTEN = 1
+    #: I am here.
+    PING = 2
+    #: I have nothing under way to you and will post nothing more.
+    BYE = 3
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True):
+    """A notification on a link.  ``you`` and ``me`` are the epochs of receiver and sender (C1.4)."""
+
+    kind: Kind
+    you: int
+    me: int
+    transfer: TransferId = TransferId("0" * 32)
+    sequence: int = 0
+
+    def encode(self) -> bytes:
+        return _NOTE.pack(_MAGIC, self.kind, self.you, self.me, bytes.fromhex(self.transfer), self.sequence)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Note:
+        """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
+        if len(data) != _NOTE.size:
+            raise ProtocolViolation("C9.3", f"a notification of {len(data)} bytes: ours have {_NOTE.size}")
+        magic, kind, you, me, transfer, sequence = _NOTE.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolViolation("C9.3", f"a notification that begins with {magic!r}, not {_MAGIC!r}")
+        try:
+            known = Kind(kind)
+        except ValueError:
+            raise ProtocolViolation("C9.3", f"a notification of unknown kind {kind}") from None
+        return cls(known, you, me, TransferId(transfer.hex()), sequence)
+
+
+_T = TypeVar("_T")
+_Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A region that may be written through a link, as its owner addresses it.  Bytes."""
+
+    id: int
+    kind: MemoryKind
+    device: Annotated[int, msgspec.Meta(ge=0)]
+    address: _Word
+    length: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+
+class Lobby(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An endpoint's metadata: where hellos are heard, and the secret that shows that one was given the endpoint."""
+
+    agent: bytes
+    secret: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Lobby:
+        """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
+        return _decode(data, cls)
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``me`` has made a link for ``you``: its agent, and what may be written through it."""
+
+    me: PeerId
+    you: PeerId
+    secret: bytes
+    agent: bytes
+    regions: tuple[Region, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Hello:
+        """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
+        return _decode(data, cls)
+
+
+def _decode(data: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}: {error}") from error

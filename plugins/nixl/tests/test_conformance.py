@@ -1,0 +1,5 @@
+from kvbaton_conformance import ConnectorConformance
+
+
+class TestNixl(ConnectorConformance):
+    connector = "nixl"
