@@ -1,13 +1,17 @@
 """Settings: three sources, one model, and what an operator is told when something is wrong."""
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from kvbaton.bounds import Deadlines, GuardLimits, Limits
+from kvbaton.control.zmq import ZmqCoordinatorChannels
 from kvbaton.errors import SettingsError
-from kvbaton.settings import Settings, describe, load
+from kvbaton.guard import GuardedConnector
+from kvbaton.settings import DeadlineSettings, LimitsSettings, Settings, TransferSettings, describe, load
 
 
 def fault(*args: object, **kwargs: object) -> SettingsError:
@@ -294,6 +298,38 @@ def test_every_deadline_names_its_owner_and_its_outcome():
     deadlines = [key for key, _ in fields() if key.startswith("deadline.")]
     assert len(deadlines) == 10
     assert [key for key in deadlines if "Owner: " not in describe(key) or "Then: " not in describe(key)] == []
+
+
+@pytest.mark.parametrize(
+    ("group", "core"),
+    [("transfer", GuardLimits()), ("limits", GuardLimits()), ("limits", Limits()), ("deadline", Deadlines())],
+)
+def test_a_default_is_the_one_of_what_acts_on_it(group, core):
+    ours = getattr(load(overrides={"model": "m"})[0], group)
+    shared = [name for name in type(ours).model_fields if hasattr(core, name)]
+    assert shared
+    assert {name: getattr(ours, name) for name in shared} == {name: getattr(core, name) for name in shared}
+
+
+def test_every_bound_of_the_guard_and_every_phase_is_a_setting():
+    groups = (TransferSettings, LimitsSettings, DeadlineSettings)
+    known = {name for group in groups for name in group.model_fields}
+    assert {*GuardLimits.__dataclass_fields__, *Deadlines.__struct_fields__} <= known
+
+
+@pytest.mark.parametrize(
+    ("key", "function", "parameter"),
+    [
+        ("deadline.connect", GuardedConnector.__init__, "connect_deadline"),
+        ("deadline.chunk", GuardedConnector.__init__, "chunk_deadline"),
+        ("control.heartbeat", ZmqCoordinatorChannels.__init__, "heartbeat"),
+        ("control.max_message", ZmqCoordinatorChannels.__init__, "max_message"),
+    ],
+)
+def test_a_default_is_the_one_of_the_parameter_that_it_becomes(key, function, parameter):
+    group, name = key.split(".")
+    default = getattr(getattr(load(overrides={"model": "m"})[0], group), name)
+    assert default == inspect.signature(function).parameters[parameter].default
 
 
 def test_the_schema_is_json():

@@ -601,7 +601,7 @@ class Deployment:
         if wrong or any(out.values()):
             raise DeploymentStuck(
                 f"C2.5, C8.4: nothing is live any more, and the books of {seat.peer.name} do not balance: {wrong};"
-                f" credits out: {credits}.\n{self.describe()}"
+                f" credits out: {out}.\n{self.describe()}"
             )
 
     def check_memory(self) -> None:

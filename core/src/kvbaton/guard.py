@@ -37,6 +37,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvbaton.bounds import GuardLimits as GuardLimits
 from kvbaton.connector import (
     IDLE,
     MAX_ENDPOINT_BYTES,
@@ -73,23 +74,6 @@ from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
 
 Clock = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class GuardLimits:
-    """Bounds on what may be under way.  The peers that are up share the first two evenly."""
-
-    inflight_bytes: int = 2 << 30
-    inflight_segments: int = 1 << 18
-    #: Chunks per peer that are posted and not completed: of a frozen peer no more receipts than this can pile up.
-    unreceipted_chunks: int = 256
-    #: More than this in quarantine and the stage must not go on (:class:`~kvbaton.errors.QuarantineFull`).
-    quarantine_bytes: int = 8 << 30
-
-    def __post_init__(self) -> None:
-        for name in ("inflight_bytes", "inflight_segments", "unreceipted_chunks", "quarantine_bytes"):
-            if getattr(self, name) < 1:
-                raise LocalProtocolError(f"guard limit {name} is {getattr(self, name)}: at least 1 is needed")
 
 
 @dataclass(frozen=True, slots=True)

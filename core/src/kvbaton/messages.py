@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
+from kvbaton.bounds import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from kvbaton.engine import FinishReason, Request, Role
 from kvbaton.errors import LocalProtocolError, MessageError
 from kvbaton.identity import PeerId, WireTransferId
@@ -25,9 +26,6 @@ from kvbaton.reservation import Capacity, Reservation
 
 #: The version of this vocabulary.  Both ends of a channel speak the same one; another one is refused.
 VERSION: Final = 1
-
-#: Bytes of one encoded message unless the channel is configured otherwise (a prompt of a million tokens fits).
-MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 
 #: Entries in ``Failed.missing``; what does not fit is left out.
 MAX_MISSING: Final = 64

@@ -33,6 +33,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as _ForeignSettingsError
 
+from kvbaton.bounds import MAX_MESSAGE_BYTES, Deadlines, GuardLimits, Limits
 from kvbaton.errors import SettingsError, closest
 
 ENVIRONMENT_PREFIX = "KVBATON_"
@@ -71,6 +72,9 @@ Count = Annotated[int, Field(ge=1)]
 Options = dict[str, Any]
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+#: The defaults of what acts on these settings.
+_GUARD, _QUEUE, _PHASES = GuardLimits(), Limits(), Deadlines()
 
 
 class _Group(BaseModel):
@@ -130,11 +134,11 @@ class TransferSettings(_Group):
     """Largest chunk. Smaller chunks overlap better with the computation, larger ones cost less each."""
     chunk_segments: Count = 65536
     """Most contiguous runs of memory in one chunk. The transport's own limit holds as well."""
-    inflight_bytes: Bytes = ByteSize(2 * GiB)
+    inflight_bytes: Bytes = ByteSize(_GUARD.inflight_bytes)
     """Bytes that a stage may have handed to its transport and not seen completed."""
-    inflight_segments: Count = 1 << 20
+    inflight_segments: Count = _GUARD.inflight_segments
     """Segments that a stage may have handed to its transport and not seen completed."""
-    unreceipted_chunks: Count = 1024
+    unreceipted_chunks: Count = _GUARD.unreceipted_chunks
     """Chunks that one peer has not yet shown to have received; beyond that, this peer waits and others go on."""
 
     @model_validator(mode="after")
@@ -154,13 +158,13 @@ class TransferSettings(_Group):
 class LimitsSettings(_Group):
     """Bounds on what may pile up."""
 
-    waiting: Count = 4096
+    waiting: Count = _QUEUE.waiting
     """Requests that may wait for admission; one more is refused."""
-    passes: Annotated[int, Field(ge=0)] = 16
+    passes: Annotated[int, Field(ge=0)] = _QUEUE.passes
     """How often smaller requests may be admitted past a waiting larger one (C2.6)."""
-    retries: Annotated[int, Field(ge=0)] = 64
+    retries: Annotated[int, Field(ge=0)] = _QUEUE.retries
     """How often a request whose reservation a stage refused waits again, with its age, before it fails (C2.6)."""
-    quarantine_bytes: Bytes = ByteSize(1 * GiB)
+    quarantine_bytes: Bytes = ByteSize(_GUARD.quarantine_bytes)
     """Memory of a stage that may be held because nobody can prove it quiet; beyond that the stage stops (T8)."""
 
 
@@ -169,21 +173,21 @@ class DeadlineSettings(_Group):
 
     connect: Seconds = 10.0
     """Connecting two stages. Owner: the stage that connects. Then: the peer is unreachable and start-up fails."""
-    reserve: Seconds = 60.0
+    reserve: Seconds = _PHASES.reserve
     """From Reserve to its answer. Owner: the coordinator. Then: the request fails, the decode stage releases."""
-    prefill_start: Seconds = 120.0
+    prefill_start: Seconds = _PHASES.prefill_start
     """From Prefill to the first sign of progress, the stage's own queue included. Owner: the coordinator. Then: the
     request fails and is cancelled on both sides."""
-    prefill_idle: Seconds = 120.0
+    prefill_idle: Seconds = _PHASES.prefill_idle
     """Between two signs of progress of one prefill. Owner: the coordinator. Then: the request fails and is cancelled on
     both sides."""
     chunk: Seconds = 30.0
     """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's
     memory is quarantined until its transport or a fence proves it quiet."""
-    receipts: Seconds = 30.0
+    receipts: Seconds = _PHASES.receipts
     """From Commit to Received. Owner: the coordinator. Then: the request fails; the decode stage holds its blocks until
     no writer is left."""
-    drain: Seconds = 60.0
+    drain: Seconds = _PHASES.drain
     """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it
     counts as lost, is killed and joined."""
     control: Seconds = 5.0
@@ -191,7 +195,7 @@ class DeadlineSettings(_Group):
     startup: Seconds = 300.0
     """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything
     is stopped again and start-up fails."""
-    shutdown: Seconds = 30.0
+    shutdown: Seconds = _PHASES.shutdown
     """From Stop to a stage's exit. Owner: the runtime. Then: the stage is killed and joined."""
 
 
@@ -219,7 +223,7 @@ class ControlSettings(_Group):
 
     dir: Path | None = None
     """Folder for the sockets, private to you (0700). Unset: a fresh temporary folder, removed at the end."""
-    max_message: Bytes = ByteSize(16 * MiB)
+    max_message: Bytes = ByteSize(MAX_MESSAGE_BYTES)
     """Largest control message accepted; a larger one is dropped and counted."""
     heartbeat: Seconds = 10.0
     """A stage whose process answers no heartbeat for about so many seconds (stopped, or its host gone) is lost."""

@@ -26,6 +26,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from kvbaton.bounds import Deadlines as Deadlines
+from kvbaton.bounds import Limits as Limits
 from kvbaton.engine import FinishReason, Request, Role
 from kvbaton.errors import DuplicateRequest, LocalProtocolError, PromptTooLong, RequestRefused, RuntimeClosed
 from kvbaton.handoff.credits import Ledger
@@ -84,40 +86,6 @@ _EXPOSED: Final = (_RESERVING, _PREFILLING, _COMMITTED)
 
 #: What :class:`Coordinator` methods return.
 Effects: TypeAlias = list[CoordinatorEffect]
-
-
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds on the queue of waiting requests.
-
-    ``waiting``: requests that may wait.  ``passes``: how often a request that fits may pass an older one that does not
-    (C2.6). ``window``: waiting requests looked at, at most, each time capacity is freed.  ``retries``: how often a
-    request waits again after a stage refused it in spite of credits, and ``retry_delay`` how long at first, in
-    seconds; it doubles each time, up to ``longest_delay``.
-    """
-
-    waiting: int = 4096
-    passes: int = 16
-    window: int = 32
-    retries: int = 8
-    retry_delay: float = 0.05
-    longest_delay: float = 1.0
-
-
-class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds that each phase may last (C6.7); ``inf``: for ever.
-
-    ``reserve``: until D answers.  ``prefill_start``: from then until P's first progress, its queue included.
-    ``prefill_idle``: between two signs of progress.  ``receipts``: from Commit to Received.  Each of these ends the
-    request as failed.  ``drain``: from the end of a transfer until a stage has retired it; that stage is then lost.
-    ``shutdown``: from Stop until a stage was joined; it is then killed.
-    """
-
-    reserve: float = 30.0
-    prefill_start: float = 120.0
-    prefill_idle: float = 60.0
-    receipts: float = 60.0
-    drain: float = 60.0
-    shutdown: float = 30.0
 
 
 class Pair(msgspec.Struct, frozen=True):
