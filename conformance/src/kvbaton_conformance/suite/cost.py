@@ -76,6 +76,8 @@ class Cost(ConnectorTopic):
             pair.target.pump()
             ends.done(pair.target)
             pair.target = stays
+        for _ in range(20):  # the end of a stream is seen by looking
+            stays.pump()
         grown = stays.apply(_held)
         require(
             not grown, "T12", "peers that have come and gone have left something behind", seen="; ".join(grown),
