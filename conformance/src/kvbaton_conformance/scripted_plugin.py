@@ -52,7 +52,8 @@ class ScriptedPlugin:
 
     name = "scripted"
     api_version = ENGINE_API_VERSION
-    Options = ScriptedOptions
+    Options: type[ScriptedOptions] = ScriptedOptions
+    Engine: type[ScriptedEngine] = ScriptedEngine
 
     def check(self, model: str, options: Any) -> None:
         _seed(model)
@@ -67,7 +68,7 @@ class ScriptedPlugin:
             gap=0 if prefill else options.gap, final_slots=options.transfer_slots, compute_slots=options.compute_slots,
             max_tokens=options.max_tokens,
         )  # fmt: skip
-        return ScriptedEngine(
+        return self.Engine(
             role, scripted_model(model, options), layout, chunk=options.chunk, prefix_caching=options.prefix_caching
         )
 

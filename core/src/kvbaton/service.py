@@ -57,6 +57,8 @@ _NAP = 0.5
 _GRACE = 1.0
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
+#: How long a process that has ended takes at most to be seen: the loop may wait so long for that, and no longer.
+_EXIT_SEEN = 0.02
 
 T = TypeVar("T")
 
@@ -351,7 +353,11 @@ class Service:
             self._channels.wait(self._nap())
             now = time.monotonic()
             exited = launcher.exited()  # before the messages, so that a stage's last ones come before its end
-            for event in self._channels.receive():
+            events = deque(self._channels.receive())
+            while events:
+                event = events.popleft()
+                if isinstance(event, Received) and isinstance(event.message, messages.PeerDown):
+                    self._hear_out(event.message.peer, events, now)
                 self._on_event(event, now)
             for handle in exited:
                 self._on_exit(handle, now)
@@ -465,8 +471,25 @@ class Service:
             self._progress("all stages are connected")
             self._ready.set_result(None)
 
+    def _hear_out(self, peer: PeerId, events: deque[Received | ChannelLost], now: float) -> None:
+        """A stage has lost its connection to ``peer``.  If that is because ``peer`` has died, its own end comes first:
+        its exit, with status and last words, says more than what others saw of it.
+        """
+        handle = self._handles.get(peer)
+        if handle is None or peer in self._gone or self._closing or not self._ready.done():
+            return
+        if not handle.join(_EXIT_SEEN):
+            return
+        events.extend(self._channels.receive())
+        for event in [event for event in events if event.peer == peer]:
+            events.remove(event)
+            self._on_event(event, now)
+        self._on_exit(handle, now)
+
     def _on_exit(self, handle: StageHandle, now: float) -> None:
         peer, death = handle.peer, handle.death()
+        if peer in self._gone:
+            return
         self._gone.add(peer)
         expected = peer in self._expected
         self._up.discard(peer)
@@ -527,6 +550,12 @@ class Service:
         """Lost are those whose channel has gone and who are still not seen to have ended."""
         for peer, (_, reason) in [item for item in self._silent.items() if item[1][0] <= until]:
             del self._silent[peer]
+            handle = self._handles.get(peer)
+            if handle is not None and handle.exit_status() is None and not self._closing:
+                reason = (
+                    f"{reason}, and it has not exited: it has closed its channel, or is stopped or cut off and has"
+                    f" answered no heartbeat for control.heartbeat of {self._settings.control.heartbeat:g} s"
+                )
             self._carry_out(self._machine.peer_lost(peer, reason, now), now)
 
     def _on_reply(self, peer: PeerId, reply: messages.Reply) -> None:
@@ -651,9 +680,12 @@ class Service:
             reason = "cancelled"
             error = RequestCancelled(f"request {key}: {event.cause}", request=key)
         else:
+            out = self._machine.credits_out(transfer) if transfer else (False, False)
+            retained = tuple(name for name, held in zip((tracked.prefill, tracked.decode), out, strict=True) if held)
+            held = f" (memory is held on {' and '.join(retained)} until it is proven quiet)" if retained else ""
             error = TransferFailed(
-                f"request {key}{f', transfer {transfer}' if transfer else ''} failed: {event.cause}",
-                request=key, transfer=transfer, cause=event.cause,
+                f"request {key}{f', transfer {transfer}' if transfer else ''} failed{held}: {event.cause}",
+                request=key, transfer=transfer, cause=event.cause, retained=retained,
             )  # fmt: skip
             self._tell_fault(error, transfer, key, event.peer)
         if tracked.transfer is not None:
