@@ -434,6 +434,14 @@ def test_an_engine_is_chosen_and_its_options_validated(toy):
     assert options.block_tokens == 8
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"), [("block_size", "block_tokens"), ("page_size", "block_tokens"), ("block_tokns", "block_tokens")]
+)
+def test_an_option_by_another_engines_name_leads_to_ours(toy, said, meant):
+    with pytest.raises(OptionsError, match=f'has no option "{said}". Did you mean "{meant}"?'):
+        choose_engine("toy", {said: 16})
+
+
 def test_a_block_size_of_zero_and_one_that_is_no_number(toy):
     for value, says in ((0, "must be at least 1"), ("many", "must be a whole number")):
         with pytest.raises(OptionsError) as caught:

@@ -58,6 +58,18 @@ _SETTING = {CONNECTORS: "transport", ENGINES: "engine"}
 _MEMBERS = {CONNECTORS: ("probe", "open"), ENGINES: ("check", "tokenizer", "open")}
 _VERSION = {CONNECTORS: API_VERSION, ENGINES: ENGINE_API_VERSION}
 
+#: What other engines call their options, and what they are called here: by spelling alone, the nearest is another one.
+_ELSEWHERE: Final[Mapping[str, Sequence[str]]] = {
+    "block_size": ("block_tokens",),
+    "page_size": ("block_tokens",),
+    "num_blocks": ("blocks",),
+    "num_gpu_blocks": ("blocks",),
+    "max_num_seqs": ("max_running",),
+    "max_num_batched_tokens": ("max_batch_tokens",),
+    "chunked_prefill_size": ("prefill_chunk",),
+    "enable_prefix_caching": ("prefix_caching",),
+}
+
 _log = logging.getLogger(__name__)
 
 
@@ -170,6 +182,19 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
         return Placement(plugin, options, need, launch)
     assert refusal is not None
     raise refusal
+
+
+def options_of(settings: Settings, group: Literal["engine", "transport"]) -> BaseModel | None:
+    """The options of the engine or transport that ``settings`` name, defaults filled in; None for ``auto``.
+
+    Nothing is probed or opened.  Raises as :func:`choose_engine` does.
+    """
+    chosen = settings.engine if group == "engine" else settings.transport
+    if group == "transport" and chosen.name == AUTO:
+        return None
+    kind = ENGINES if group == "engine" else CONNECTORS
+    valid: BaseModel = _validated(kind, _resolve(kind, chosen.name), chosen.options)
+    return valid
 
 
 def list_plugins() -> list[PluginRow]:
@@ -317,6 +342,15 @@ def _parsed(field: FieldInfo | None, value: object) -> object:
     return value
 
 
+def _meant(key: str, known: Iterable[str]) -> str:
+    """`` Did you mean "x"?``: what other engines call so, or else the name that looks most alike."""
+    known = sorted(known)
+    for name in _ELSEWHERE.get(key, ()):
+        if name in known:
+            return f' Did you mean "{name}"?'
+    return closest(key, known)
+
+
 def _validated(group: str, loaded: _Loaded, options: object) -> Any:
     model: type[BaseModel] = loaded.plugin.Options
     word, setting = _WORD[group], _SETTING[group]
@@ -336,7 +370,7 @@ def _validated(group: str, loaded: _Loaded, options: object) -> Any:
         for key in options:
             if key not in known:
                 raise OptionsError(
-                    f'{word} {loaded} has no option "{key}".{closest(str(key), known)}'
+                    f'{word} {loaded} has no option "{key}".{_meant(str(key), known)}'
                     f" Options: {', '.join(sorted(fields)) or 'none'}.",
                     name=loaded.name, option=str(key),
                 )  # fmt: skip

@@ -290,7 +290,9 @@ def load(
 
     ``config`` is a TOML file, or JSON where its name ends in ``.json``.  ``overrides`` (the command line's) and
     ``defaults`` (an application's own) are nested mappings or have dotted keys such as ``"transport.options.seed"``.
-    ``env`` is usually ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  ``flags`` names the
+    ``env`` is usually ``os.environ``; only names that begin with ``KVBATON_`` are looked at.  Unless it is given, no
+    variable counts: what a library call does must not depend on where it runs, unless its caller says so, as the
+    command line does.  ``flags`` names the
     command line flag behind a dotted key, for messages.
 
     Plugin options are merged key by key, except where a higher layer names another plugin than a lower one: the lower

@@ -57,7 +57,7 @@ def process():
     def start(*arguments: str, program: str = PROGRAM, **how) -> subprocess.Popen[str]:
         child = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how,
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **how},
         )  # fmt: skip
         started.append(child)
         return child

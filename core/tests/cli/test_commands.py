@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, Field
 
 from kvbaton import plugins
 from kvbaton.connector import Capabilities
@@ -70,6 +72,33 @@ def test_config_works_without_a_model(kvbaton):
     assert listing["transfer.chunk_bytes"]["value"] == 64 << 20
     assert listing["transfer.chunk_bytes"]["from"] == "default"
     assert listing["transfer.chunk_bytes"]["description"].startswith("Largest chunk.")
+
+
+def test_config_shows_what_the_chosen_plugins_take_by_default(kvbaton, monkeypatch):
+    class Options(BaseModel):
+        block_tokens: int = Field(16, description="Tokens per block.")
+        dtype: str = "float32"
+
+    monkeypatch.setattr(
+        plugins, "options_of", lambda settings, group: Options(dtype="half") if group == "engine" else None
+    )
+    listing = json.loads(kvbaton("config", "--engine-option", "dtype=half", "--json").stdout)
+    assert listing["engine.options.block_tokens"] == {
+        "value": 16, "from": "default", "description": "Tokens per block.",
+    }  # fmt: skip
+    assert (listing["engine.options.dtype"]["value"], listing["engine.options.dtype"]["from"]) == (
+        "half", "--engine-option",
+    )  # fmt: skip
+    assert "engine.options" not in listing
+    keys = list(listing)
+    assert keys.index("engine.options.block_tokens") < keys.index("transport.name") < keys.index("stages.prefill")
+
+
+def test_config_of_a_plugin_that_is_not_there_is_shown_all_the_same(kvbaton):
+    result = kvbaton("config", "--transport", "nope", "--transport-option", "a=1")
+    assert result.exit_code == 0
+    assert 'transport.options are shown as given: no transport "nope"' in result.stderr
+    assert "transport.options.a" in result.stdout
 
 
 def test_config_schema(kvbaton):
@@ -137,6 +166,39 @@ def test_a_reader_that_goes_away_is_no_error(process):
     child.stdout = None
     _, errors = child.communicate(timeout=60)
     assert errors == ""
+    assert child.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("run", "--model", "m", "--prompt", "a b"), ("run", "--model", "m", "--prompt", "a b", "--json"), ("config",),
+     ("config", "--schema"), ("run", "--help")],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_written_is_one_line_and_a_status(process, command):
+    with Path("/dev/full").open("w") as full:
+        child = process(*command, stdout=full)
+        _, errors = child.communicate(timeout=60)
+    lines = [line for line in errors.splitlines() if "options are shown as given" not in line]
+    assert lines == ["kvbaton: the answer cannot be written to stdout: No space left on device"]
+    assert child.returncode == 1
+
+
+def test_without_stdout_it_says_so(process):
+    child = process("config", preexec_fn=lambda: os.close(1))
+    _, errors = child.communicate(timeout=60)
+    assert errors == "kvbaton: stdout is closed: there is nowhere to write the answer\n"
+    assert child.returncode == 1
+
+
+def test_a_failure_of_another_file_is_not_taken_for_one_of_stdout(process):
+    child = process("config", "--schema", program=(
+        "import errno, kvbaton.cli.app as app\n"
+        "def fail(*a): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "app.Settings.model_json_schema = fail\n"
+        "from kvbaton.cli import main; main()"
+    ))  # fmt: skip
+    _, errors = child.communicate(timeout=60)
+    assert errors.startswith("Traceback")
     assert child.returncode == 1
 
 

@@ -1,6 +1,8 @@
 """Prompts from flags, files and stdin, and what is wrong with those that are refused."""
 
 import json
+import os
+import subprocess
 
 import pytest
 
@@ -83,3 +85,25 @@ def test_files_without_prompts(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="it is not UTF-8 text"):
         gather((), path, {})
+
+
+@pytest.mark.parametrize("way", ["file", "pipe", "nothing", "an empty pipe"])
+def test_what_waits_on_stdin_and_is_not_read_is_said(process, tmp_path, way):
+    """Without waiting for it: a pipe that nobody writes to must not hold a run up."""
+    path = tmp_path / "words.txt"
+    path.write_text("from stdin\n")
+    reading, writing = os.pipe()
+    try:
+        if way == "pipe":
+            os.write(writing, b"from stdin\n")
+        with path.open() as file:
+            stdin = {"file": file, "nothing": subprocess.DEVNULL}.get(way, reading)
+            child = process("run", "--model", "m", "--prompt", "a b", stdin=stdin)
+            out, errors = child.communicate(timeout=60)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert child.returncode == 0
+    assert "from stdin" not in out
+    said = "kvbaton: stdin is not read, because --prompt is given\n"
+    assert errors == (said if way in ("file", "pipe") else "")

@@ -1,8 +1,14 @@
 """``kvbaton run``: what it prints, where, and with which exit status."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
+
+from kvbaton.engine import SamplingParams
+from kvbaton.identity import RequestKey
+from kvbaton.records import RequestRecord
 
 PROMPT = ("run", "--model", "m", "--prompt")
 
@@ -14,10 +20,38 @@ def test_one_prompt_prints_its_text_and_then_the_tables(kvbaton, fake):
     result = kvbaton(*PROMPT, "one two three")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("three two one\n")
-    for fact in ("request", "prefill-0 → decode-0", "4.0 KiB", "length", "reserved", "1.0", "received", "12.5"):
+    for fact in ("request", "0 → 0", "4.0 KiB", "length", "reserved", "1.0", "received", "12.5"):
         assert fact in result.stdout
     assert result.stderr == ""
     assert fake.log == ["start", "add 1", "close"]
+
+
+def test_the_tables_are_whole_at_80_columns():
+    """Every figure of every request on one line, nothing cut off; long ids are folded."""
+    from kvbaton.cli.prompts import Prompt
+    from kvbaton.cli.report import Answer, print_tables
+
+    milestones = {"placed": 0.0001, "destination_retired": 12.3456, "handle_done": 1.0}
+    answers = [
+        Answer(
+            Prompt(name, "", SamplingParams(), ""),
+            RequestRecord(
+                RequestKey(name), None, 131072, (1,) * 4096, (), "cancelled", chunks=2048, segments=1048576,
+                bytes=1000 << 20, prefix_prefill=131072, prefix_decode=65536, prefill="prefill-12", decode="decode-3",
+                milestones=milestones,
+            ),
+            "",
+        )
+        for name in ("1", "2", "river", "4", "5", "6", "a-rather-long-id-of-a-request")
+    ]  # fmt: skip
+    page = io.StringIO()
+    print_tables(Console(width=80, file=page), answers)
+    lines = page.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in page.getvalue()
+    figures = ["131072", "131072/65536", "4096", "2048", "1048576", "1000.0", "MiB", "12", "→", "3", "cancelled"]
+    assert [line.split()[-11:] for line in lines if line.endswith("cancelled")] == [figures] * 7
+    assert page.getvalue().count("12345.6") == 7
 
 
 def test_several_prompts_run_side_by_side_and_their_texts_do_not_mix(kvbaton, fake):

@@ -6,6 +6,7 @@ stdout carries the answer and nothing else; progress and logs go to stderr.  Exi
 
 from __future__ import annotations
 
+import os
 import sys
 
 __all__ = ["main"]
@@ -22,6 +23,37 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    if sys.stdout is None:
+        print("kvbaton: stdout is closed: there is nowhere to write the answer", file=sys.stderr)
+        sys.exit(1)
     from kvbaton.cli.app import app
 
-    app()
+    status: object = 0
+    failure: OSError | None = None
+    try:
+        app()
+    except SystemExit as leaving:
+        status = leaving.code
+        failure = _refused("")
+    except OSError as error:
+        # the text that failed is gone where stdout has no buffer, so that only another write can tell
+        failure = _refused("\n") if error.filename is None else None
+        if failure is None or failure.errno != error.errno:
+            raise
+    if failure is not None:
+        if not isinstance(failure, BrokenPipeError):  # a reader that has gone wants no more
+            print(f"kvbaton: the answer cannot be written to stdout: {failure.strerror}", file=sys.stderr)
+        # what is left in the buffer goes nowhere, or the interpreter would complain of it at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = status or 1
+    sys.exit(status)  # type: ignore[arg-type]
+
+
+def _refused(text: str) -> OSError | None:
+    """Why ``text``, or what is still to be written before it, cannot be written to stdout; None where it can."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        return error
+    return None

@@ -14,9 +14,10 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.table import Table
 
+from kvbaton.cli.assignments import assignments
 from kvbaton.cli.console import answers
-from kvbaton.cli.faults import explained
-from kvbaton.errors import SettingsError
+from kvbaton.cli.faults import explained, say
+from kvbaton.errors import PluginError, SettingsError
 from kvbaton.settings import Provenance, Settings, describe, load
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, such as deadline.chunk=5. Repeatable."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error, and log what is going on.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Log more on stderr (level INFO), and show an error's traceback.")]
 
 
 def _settings(
@@ -79,11 +80,8 @@ def _settings(
         ("--engine-option", "engine.options.", engine_option),
         ("--transport-option", "transport.options.", transport_option),
     ):
-        for pair in pairs or ():
-            key, equals, text = pair.partition("=")
-            if not equals or not key.strip():
-                raise SettingsError(f'{flag} "{pair}": write KEY=VALUE', key="", origin=None)
-            give(prefix + key.strip(), _value(text), flag)
+        for key, text in assignments(flag, pairs or ()):
+            give(prefix + key, _value(text), flag)
     for flag, value in single.items():
         if value is not None:
             give(_KEYS[flag], value, flag)
@@ -154,7 +152,9 @@ def run_command(
     config: ConfigFile = None,
     model: Model = None,
     transport: Transport = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeatable.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt. Repeatable. Stdin is then not read.")
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -276,7 +276,7 @@ def conformance_command(
     """Judge a connector by the contract, clause by clause: exit status 0 where it conforms, 1 where it does not."""
     _begin(debug)
     with explained(debug=debug):
-        from kvbaton.cli.conformance import Order, judge, options_of
+        from kvbaton.cli.conformance import Order, judge
 
         if level not in ("connector", "handoff", "all"):
             raise SettingsError(f"--level {level}: write connector, handoff or all", key="", origin=None)
@@ -291,7 +291,7 @@ def conformance_command(
                 "which connector? Write kvbaton conformance NAME, or set transport.name; kvbaton plugins lists them",
                 key="transport.name", origin=None,
             )  # fmt: skip
-        options.update(options_of(transport_option or ()))
+        options.update(assignments("--transport-option", transport_option or ()))
         status = judge(Order(name, options, level, select, report, known_failures, seed, require_env, verbose))
     raise typer.Exit(status)
 
@@ -311,7 +311,7 @@ def config_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print every effective setting, each with where it came from."""
+    """Print every effective setting and option of the chosen plugins, each with where it came from."""
     _begin(debug)
     with explained(debug=debug):
         if schema:
@@ -333,8 +333,10 @@ def config_command(
             for part in key.split("."):
                 value = value[part]
             rows[key] = (None if key == "model" and value == unset else value, str(origin))
+        descriptions = {key: describe(key) for key in rows}
+        _add_options(settings, rows, descriptions)
         if as_json:
-            listing = {k: {"value": v, "from": where, "description": describe(k)} for k, (v, where) in rows.items()}
+            listing = {k: {"value": v, "from": where, "description": descriptions[k]} for k, (v, where) in rows.items()}
             print(json.dumps(listing, indent=2))
             return
         table = Table(box=None, pad_edge=False)
@@ -345,6 +347,31 @@ def config_command(
             style = "" if where == "default" else "bold"
             table.add_row(key, unset if value is None else _plain(_shown(value)), _plain(where), style=style)
         answers().print(table)
+
+
+def _add_options(settings: Settings, rows: dict[str, tuple[Any, str]], descriptions: dict[str, str]) -> None:
+    """Add what the chosen plugins take by default; a plugin that cannot be chosen is a line on stderr."""
+    from kvbaton.plugins import options_of
+
+    for group in ("engine", "transport"):
+        prefix = f"{group}.options"
+        try:
+            options = options_of(settings, group)
+        except PluginError as error:
+            say(f"{prefix} are shown as given: {error}")
+            continue
+        if options is None:
+            continue
+        given = {key: rows.pop(key) for key in list(rows) if key == prefix or key.startswith(prefix + ".")}
+        values = options.model_dump(mode="json")
+        for name, field in type(options).model_fields.items():
+            key = f"{prefix}.{name}"
+            origins = [where for k, (_, where) in given.items() if k == key or k.startswith(key + ".")]
+            rows[key] = (values[name], origins[0] if origins else "default")
+            descriptions[key] = " ".join((field.description or "").split())
+    order = {group: place for place, group in enumerate(Settings.model_fields)}
+    for key in sorted(rows, key=lambda key: order[key.split(".")[0]]):  # a group's rows keep their order
+        rows[key] = rows.pop(key)
 
 
 def _shown(value: object) -> str:

@@ -12,14 +12,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK
 from kvbaton.connector import Need
-from kvbaton.errors import ConfigurationError, OptionsError, PluginUnavailable
+from kvbaton.errors import ConfigurationError, PluginUnavailable
 from kvbaton.plugins import choose_connector
 
 
@@ -117,14 +117,3 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
             interrupted = True
         else:
             return INTERRUPTED if interrupted else status
-
-
-def options_of(pairs: Sequence[str]) -> dict[str, str]:
-    """``KEY=VALUE`` pairs as a mapping.  Raises :class:`~kvbaton.errors.OptionsError`."""
-    options: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
-            raise OptionsError(f'--transport-option "{pair}": write KEY=VALUE', name="", option=pair)
-        options[key.strip()] = value
-    return options

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import math
+import os
+import stat
 import sys
+import termios
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.cli.faults import say
 from kvbaton.engine import SamplingParams
 from kvbaton.errors import SettingsError, closest
 
@@ -38,7 +44,8 @@ class _Written:
 
 
 def gather(prompts: Sequence[str], file: Path | None, sampling: Mapping[str, Any]) -> list[Prompt]:
-    """Every prompt, in order: ``--prompt``, then the file; stdin where there is neither.
+    """Every prompt, in order: ``--prompt``, then the file; stdin where there is neither, and else it is said that what
+    waits there is not read.
 
     ``sampling`` are the command line's parameters; a JSONL line's own overrule them.  Text files and stdin hold one
     prompt per line; blank lines are skipped.  A prompt without an id gets its number, counted from 1.
@@ -53,6 +60,8 @@ def gather(prompts: Sequence[str], file: Path | None, sampling: Mapping[str, Any
         written += _from_file(file)
     elif not prompts:
         written += _from_stdin()
+    if (prompts or file is not None) and _waits_on_stdin():
+        say(f"stdin is not read, because {'--prompt' if prompts else '--prompts'} is given")
     checked_sampling(sampling, "")
     found: list[Prompt] = []
     taken = {item.id: item.origin for item in written if item.id is not None}
@@ -134,6 +143,22 @@ def _from_stdin() -> list[_Written]:
     if not lines:
         raise SettingsError("no prompt: stdin is empty; give --prompt TEXT or --prompts FILE", key="prompt")
     return lines
+
+
+def _waits_on_stdin() -> bool:
+    """Whether somebody has redirected something to stdin, as far as can be seen without waiting."""
+    try:
+        fd = sys.stdin.fileno()
+        kind = os.fstat(fd)
+        if stat.S_ISREG(kind.st_mode):
+            return kind.st_size > os.lseek(fd, 0, os.SEEK_CUR)
+        if not stat.S_ISFIFO(kind.st_mode):
+            return False
+        waiting = array.array("i", [0])
+        fcntl.ioctl(fd, termios.FIONREAD, waiting)
+        return waiting[0] > 0
+    except (AttributeError, OSError, ValueError):  # closed, or none of the system's
+        return False
 
 
 def _from_lines(text: str, source: str) -> list[_Written]:

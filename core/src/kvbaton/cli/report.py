@@ -13,8 +13,11 @@ from rich.table import Table
 from kvbaton.cli.prompts import Prompt
 from kvbaton.records import RequestRecord
 
-#: Requests side by side in one table of milestones.
+#: Requests side by side in one table of milestones, at most.
 _ACROSS = 6
+#: Columns between two columns, of a time such as ``12345.6``, and of a request's id in a head at most.
+_GAP, _TIME, _LONGEST_ID = 1, 7, 16
+_MILESTONES = "ms since the request"
 
 #: The milestones of a transfer in the order in which one without trouble reaches them.
 _LIFE = (
@@ -98,34 +101,46 @@ def _one(answer: Answer) -> dict[str, Any]:
 
 
 def print_tables(console: Console, answers: Sequence[Answer]) -> None:
-    """What each request took, and when it reached each milestone."""
-    table = Table()
-    table.add_column("request", overflow="fold")
+    """What each request took, and when it reached each milestone; readable from 80 columns on."""
+    table = _table("request")
     for name in ("prompt", "cached P/D", "tokens", "chunks", "segments", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("prefill → decode", overflow="fold")
-    table.add_column("end")
+    table.add_column("P → D", no_wrap=True)
+    table.add_column("end", no_wrap=True)
     for answer in answers:
         record = answer.record
-        stages = f"{record.prefill or '-'} → {record.decode or '-'}"
         size = ByteSize(record.bytes).human_readable(separator=" ")
         table.add_row(
             answer.prompt.id, str(record.prompt_tokens), f"{record.prefix_prefill}/{record.prefix_decode}",
-            str(len(record.token_ids)), str(record.chunks), str(record.segments), size, stages,
-            str(record.finish_reason),
+            str(len(record.token_ids)), str(record.chunks), str(record.segments), size,
+            f"{_number(record.prefill)} → {_number(record.decode)}", str(record.finish_reason),
         )  # fmt: skip
     console.print(table)
-    for start in range(0, len(answers), _ACROSS):
-        some = answers[start : start + _ACROSS]
-        times = Table()
-        times.add_column("ms since the request", no_wrap=True)
+    widest = max((len(answer.prompt.id) for answer in answers), default=0)
+    room = console.width - len(_MILESTONES)
+    across = min(max(room // (_GAP + min(max(widest, _TIME), _LONGEST_ID)), 1), _ACROSS)
+    for start in range(0, len(answers), across):
+        some = answers[start : start + across]
+        times = _table(_MILESTONES)
         for answer in some:
-            times.add_column(answer.prompt.id, justify="right", overflow="fold")
+            times.add_column(answer.prompt.id, justify="right", overflow="fold", max_width=_LONGEST_ID)
         for milestone in _in_order([answer.record.milestones for answer in some]):
             cells = (answer.record.milestones.get(milestone) for answer in some)
             times.add_row(milestone, *("" if cell is None else f"{cell * 1e3:.1f}" for cell in cells))
         if times.row_count:
+            console.print()
             console.print(times)
+
+
+def _table(first: str) -> Table:
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+    table.add_column(first, overflow="fold")
+    return table
+
+
+def _number(stage: str) -> str:
+    """``0`` of ``prefill-0``: which of its role, since the column says the role."""
+    return stage.rpartition("-")[2] or "-"
 
 
 def _in_order(milestones: Sequence[Mapping[str, float]]) -> list[str]:
