@@ -431,6 +431,53 @@ def test_a_stage_whose_channel_has_gone_is_waited_for_and_nobody_else_waits(
         until(lambda: peer in runtime._service._gone)
 
 
+@pytest.mark.clause("C6.7", "C6.3")
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("engine", "its engine has not come back from one step for"), ("process", "it has answered nothing in that time")],
+)
+def test_a_decode_stage_that_hangs_is_lost_by_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, what: str, says: str
+) -> None:
+    """Field failure 10.  Received and never answered: no deadline of a phase is running there."""
+    gate, healthy = threading.Event(), {"engine": ScriptedEngine._decode_step, "process": Stage.advance}[what]
+
+    def hanging(self: Any) -> Any:
+        busy = self._sequences if what == "engine" else self.role.value == "decode" and self.machine.transfers()
+        if busy:
+            gate.wait(30)
+        return healthy(self)
+
+    listener = _Listener()
+    runtime = PDRuntime.start(settings(deadline__step=0.4, deadline__shutdown=2.0), hooks=[listener])
+    monkeypatch.setattr(*{"engine": (ScriptedEngine, "_decode_step"), "process": (Stage, "advance")}[what], hanging)
+    try:
+        began = time.monotonic()
+        end = list(runtime.stream(runtime.add_request(SHORT)))[-1]
+        took = time.monotonic() - began
+    finally:
+        gate.set()
+    assert end.finish_reason == "failed"
+    assert "decode-0" in str(end.error)
+    assert "C6.7: deadline.step of 0.4 s passed" in str(end.error)
+    assert says in str(end.error)
+    assert took < 10.0
+    assert listener.lost == ["decode-0"]
+    monkeypatch.undo()
+    with contextlib.suppress(KvbatonError):  # it did not end as ordered
+        runtime.close()
+
+
+@pytest.mark.clause("C6.7")
+def test_many_steps_that_each_keep_the_deadline_are_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = ScriptedEngine._decode_step
+    pause = threading.Event()
+    monkeypatch.setattr(ScriptedEngine, "_decode_step", lambda self: step(self) if not pause.wait(0.15) else [])
+    with PDRuntime.start(settings(deadline__step=0.8)) as runtime:
+        request = Request(tuple(range(20)), SamplingParams(max_tokens=12))
+        assert list(runtime.stream(runtime.add_request(request)))[-1].finish_reason == "length"
+
+
 def test_a_policy_chooses_the_pair() -> None:
     class Last:
         @hookimpl

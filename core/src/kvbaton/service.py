@@ -55,6 +55,8 @@ _log = logging.getLogger(__name__)
 _NAP = 0.5
 #: A stage ends by itself at its shutdown deadline and says what it held; so long after that it is killed.
 _GRACE = 1.0
+#: How often within ``deadline.step`` a stage is asked how it fares.
+_BEATS = 4
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
 #: How long a process that has ended takes at most to be seen: the loop may wait so long for that, and no longer.
@@ -85,6 +87,29 @@ class _Tracked:
     prefix_prefill: int = 0
     prefix_decode: int = 0
     overdue: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Pulse:
+    """What a stage says when it is asked how it fares: that its process lives, and how long its engine's step takes.
+
+    ``missed`` counts the times that the answer was still out when the next question was due, so that a coordinator
+    that stood still itself (Ctrl-Z) blames nobody for it.
+    """
+
+    due: float
+    control_id: str | None = None
+    missed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Census:
+    """A generic control call to several peers, waiting for replies (C9.2)."""
+
+    future: concurrent.futures.Future[dict[str, Any]]
+    waiting: dict[PeerId, str]
+    by: float
+    result: dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +162,7 @@ class Service:
         self._order = itertools.count()
         self._draining: list[tuple[PeerId, concurrent.futures.Future[bool]]] = []
         self._censuses: list[_Census] = []
+        self._pulses: dict[PeerId, _Pulse] = {}
         self._counts: Counter[str] = Counter()
         #: What the channels have refused so far, as far as observers were told.
         self._dropped: Mapping[tuple[str, str], int] = {}
@@ -418,6 +444,7 @@ class Service:
             times.append(self._due[0][0])
         times += [census.by for census in self._censuses]
         times += [by for by, _ in self._silent.values()]
+        times += [pulse.due for pulse in self._pulses.values()]
         return max(min(times) - time.monotonic(), 0.0)
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -432,7 +459,7 @@ class Service:
         message = event.message
         match message:
             case messages.Reply():
-                self._on_reply(peer, message)
+                self._on_reply(peer, message, now)
                 return
             case messages.Hello():
                 self._up.add(peer)
@@ -469,6 +496,7 @@ class Service:
             for peer in (*prefills, *decodes):
                 self._hooks.tell("kvbaton_peer_up", peer=peer)
             self._progress("all stages are connected")
+            self._pulses = {peer: _Pulse(time.monotonic()) for peer in (*prefills, *decodes)}
             self._ready.set_result(None)
 
     def _hear_out(self, peer: PeerId, events: deque[Received | ChannelLost], now: float) -> None:
@@ -494,6 +522,7 @@ class Service:
         expected = peer in self._expected
         self._up.discard(peer)
         self._silent.pop(peer, None)
+        self._pulses.pop(peer, None)
         if not expected or handle.exit_status():
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:
@@ -520,6 +549,7 @@ class Service:
 
     def _on_time(self, now: float) -> None:
         self._give_up_silent(now, now)
+        self._take_pulses(now)
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
             self._carry_out(self._machine.expire(now), now)
@@ -558,7 +588,36 @@ class Service:
                 )
             self._carry_out(self._machine.peer_lost(peer, reason, now), now)
 
-    def _on_reply(self, peer: PeerId, reply: messages.Reply) -> None:
+    def _take_pulses(self, now: float) -> None:
+        """C6.7: an engine that hangs in a step, or a process that hangs, is noticed although its channel is up."""
+        for peer, pulse in [item for item in self._pulses.items() if item[1].due <= now]:
+            pulse.due = now + self._settings.deadline.step / _BEATS
+            if pulse.control_id is None:
+                pulse.control_id = f"health-{next(self._order)}"
+                self._send(peer, messages.Call(pulse.control_id, "coordinator", "health"), now)
+            else:
+                pulse.missed += 1
+                if pulse.missed >= _BEATS:
+                    self._hung(peer, "it has answered nothing in that time: its process hangs", now)
+
+    def _on_pulse(self, peer: PeerId, reply: messages.Reply, now: float) -> bool:
+        pulse = self._pulses.get(peer)
+        if pulse is None or pulse.control_id != reply.control_id:
+            return False
+        pulse.control_id, pulse.missed = None, 0
+        seconds = reply.result.get("step_seconds", 0.0) if isinstance(reply.result, Mapping) else 0.0
+        if seconds >= self._settings.deadline.step:
+            self._hung(peer, f"its engine has not come back from one step for {seconds:.1f} s", now)
+        return True
+
+    def _hung(self, peer: PeerId, what: str, now: float) -> None:
+        del self._pulses[peer]
+        cause = f"C6.7: deadline.step of {self._settings.deadline.step:g} s passed: {what}"
+        self._carry_out(self._machine.peer_lost(peer, cause, now), now)
+
+    def _on_reply(self, peer: PeerId, reply: messages.Reply, now: float) -> None:
+        if self._on_pulse(peer, reply, now):
+            return
         for census in self._censuses:
             if census.waiting.get(peer) == reply.control_id:
                 del census.waiting[peer]
@@ -575,6 +634,7 @@ class Service:
         if self._closing:
             return
         self._closing = True
+        self._pulses.clear()  # from here on deadline.shutdown says how long a stage may take
         now = time.monotonic()
         self._give_up_at = now + 3 * (self._settings.deadline.shutdown + _GRACE)
         self._give_up_silent(math.inf, now)

@@ -190,6 +190,9 @@ class DeadlineSettings(_Group):
     drain: Seconds = _PHASES.drain
     """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it
     counts as lost, is killed and joined."""
+    step: Seconds = 120.0
+    """One step of an engine, and a stage's silence. Owner: the coordinator, which asks each stage several times within
+    it how it fares. Then: the stage counts as lost, is killed and joined, and its requests fail."""
     control: Seconds = 5.0
     """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing."""
     startup: Seconds = 300.0

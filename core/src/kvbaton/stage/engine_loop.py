@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -184,9 +185,13 @@ class EngineLoop:
         engine: StageEngine,
         report: Callable[[Report], None],
         can_schedule: Callable[[TransferId, int], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._report = report
+        self._clock = clock
+        #: When the engine was last called; None while the loop waits for a command.
+        self._since: float | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._broken = False
         self.ended = threading.Event()
@@ -194,6 +199,11 @@ class EngineLoop:
 
     def post(self, command: Command) -> None:
         self._inbox.put(command)
+
+    def age(self) -> float:
+        """Seconds since the engine was called, where it has not come back since.  From any thread."""
+        since = self._since
+        return 0.0 if since is None else self._clock() - since
 
     def run(self) -> None:
         try:
@@ -217,10 +227,13 @@ class EngineLoop:
         """Carry out what waits; block for the first command when the engine is idle.  False on Quit."""
         wait = not self._has_work()
         while True:
+            self._since = None
             try:
                 command = self._inbox.get(block=wait)
             except queue.Empty:
+                self._since = self._clock()  # a step comes next
                 return True
+            self._since = self._clock()
             if isinstance(command, Quit):
                 return False
             self._carry_out(command)

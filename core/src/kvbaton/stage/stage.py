@@ -77,6 +77,8 @@ class Stage(ABC):
         self._clock = clock
         self._shutdown_deadline = shutdown_deadline
         self._reports: deque[loop.Report | _Answer] = deque()
+        #: Seconds that the engine's thread has been in one step or command; set where the two are joined.
+        self.engine_age: Callable[[], float] = lambda: 0.0
         self._greeted = False
         self._stop_by: float | None = None
         self._orphaned = False
@@ -368,7 +370,8 @@ class Stage(ABC):
                 self._post_command(loop.Query(lambda engine: self._statistics(engine.statistics()), answer))
             case "health":
                 healthy = not self._engine_broken and self._fatal is None
-                self.channel.send(messages.Reply(call.control_id, call.session_id, {"healthy": healthy}))
+                health = {"healthy": healthy, "step_seconds": self.engine_age()}  # the pump's word: an engine may hang
+                self.channel.send(messages.Reply(call.control_id, call.session_id, health))
             case method:
                 error = f"C9.2: no method {method!r}; there are statistics and health"
                 self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))

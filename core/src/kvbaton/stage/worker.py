@@ -152,7 +152,8 @@ def join(
         stage, can_schedule = prefill, prefill.can_schedule
     else:
         stage, can_schedule = DecodeStage(engine.geometry, **common), lambda transfer, tokens: True
-    loop = EngineLoop(engine, stage.report, can_schedule)
+    loop = EngineLoop(engine, stage.report, can_schedule, clock)
+    stage.engine_age = loop.age
     return stage, loop
 
 
