@@ -214,6 +214,19 @@ class StageDied(KvbatonError):
                          status=status, log=tuple(log))  # fmt: skip
 
 
+class StageLost(StageDied):
+    """A stage on another host is lost: its channel went without its last word.  Facts: ``stage``, ``status``."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        KvbatonError.__init__(
+            self,
+            f"C6.4: stage {stage} is lost: {reason}. It runs on another host and cannot be joined from here, so it is"
+            " not fenced: what it may still write to, and its own memory, stay held unless the transport states a"
+            " fence. See to it that its process is gone.",
+            stage=stage, status="lost", log=(),
+        )  # fmt: skip
+
+
 class StartupError(KvbatonError):
     """The stages did not come up by the start-up deadline, or one refused to start.  Everything was stopped again."""
 

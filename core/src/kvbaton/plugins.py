@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from stevedore.driver import DriverManager
 
-from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need, Reach
 from kvbaton.engine import ENGINE_API_VERSION, EnginePlugin
 from kvbaton.errors import (
     EngineNotFound,
@@ -80,7 +80,7 @@ class Placement:
     plugin: ConnectorPlugin
     options: Any
     need: Need
-    launch: Literal["inproc", "process"]
+    launch: Literal["inproc", "process", "remote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,10 @@ def choose_engine(engine: EngineSettings | EnginePlugin | str, options: object =
     return loaded.plugin, _validated(ENGINES, loaded, options)
 
 
+#: What the transport must reach where stages are launched so.
+_REACHES: Mapping[str, Reach] = {"inproc": "same_process", "process": "cross_process", "remote": "cross_host"}
+
+
 def choose_placement(settings: Settings, connector: ConnectorPlugin | None = None) -> Placement:
     """Transport and launch together, because ``stages.launch = "auto"`` depends on what the transport reaches.
 
@@ -166,11 +170,11 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
     takes threads of this process where the transport reaches no further.  Raises as :func:`choose_connector` does.
     """
     kind: Literal["host", "cuda"] = "host" if settings.stages.devices is None else "cuda"
-    launches: Sequence[Literal["inproc", "process"]]
+    launches: Sequence[Literal["inproc", "process", "remote"]]
     launches = ("process", "inproc") if settings.stages.launch == "auto" else (settings.stages.launch,)
     refusal: PluginUnavailable | None = None
     for launch in launches:
-        need = Need(kind, "cross_process" if launch == "process" else "same_process")
+        need = Need(kind, _REACHES[launch])
         try:
             if connector is None:
                 plugin, options = choose_connector(settings.transport, need)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvbaton import messages
-from kvbaton.connector import ConnectorPlugin, Reach
+from kvbaton.connector import ConnectorPlugin
 from kvbaton.control import ChannelLost, CoordinatorChannels, Received
 from kvbaton.engine import Request, Role
 from kvbaton.errors import (
@@ -35,6 +35,7 @@ from kvbaton.errors import (
     RequestCancelled,
     RequestRefused,
     RuntimeClosed,
+    SettingsError,
     StartupError,
     TransferFailed,
 )
@@ -47,7 +48,7 @@ from kvbaton.launch import Launcher, StageHandle, StageSpec
 from kvbaton.plugins import choose_placement
 from kvbaton.records import RequestOutput, RequestRecord
 from kvbaton.settings import Settings
-from kvbaton.stage.worker import ENTRY, stage_settings
+from kvbaton.stage.worker import stage_specs
 
 _log = logging.getLogger(__name__)
 
@@ -187,12 +188,14 @@ class Service:
         cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None
     ) -> Service:
         """Launch, connect, return when ready.  Raises what :meth:`PDRuntime.start` does."""
+        if settings.stages.launch == "remote":
+            return cls._start_remote(settings, hooks, progress, connector)
         placement = choose_placement(settings, connector)
         transport = settings.transport
         if transport.name == "auto":
             transport = transport.model_copy(update={"name": placement.plugin.name})
         settings = settings.model_copy(update={"transport": transport})
-        specs = _specs(settings, placement.need.reach, connector)
+        specs = stage_specs(settings, placement.need.reach, connector)
 
         def connect() -> tuple[CoordinatorChannels, Launcher]:
             if placement.launch == "inproc":
@@ -215,13 +218,49 @@ class Service:
         service._progress(
             f"transport {placement.plugin.name}, stages as {'threads' if placement.launch == 'inproc' else 'processes'}"
         )
-        service._thread.start()
-        try:
-            service._ready.result()
-        except BaseException:
-            service._abandon()
-            raise
+        service._await_ready()
         return service
+
+    @classmethod
+    def _start_remote(
+        cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None
+    ) -> Service:
+        """Stages that operators start on their hosts: listen, and return when all have joined and are connected."""
+        if connector is not None:
+            raise LocalProtocolError("a connector object does not travel to another host; name one in transport.name")
+        control = settings.control
+        if control.listen is None or control.keys is None:
+            raise SettingsError(
+                "the coordinator needs control.listen and control.keys where stages are on other hosts",
+                key="control.listen", origin=None,
+            )  # fmt: skip
+        from kvbaton.control.curve import COORDINATOR, ServerKeys, load_allowed, load_pair
+        from kvbaton.control.zmq import Listen, ZmqCoordinatorChannels
+        from kvbaton.launch.remote import RemoteLauncher
+
+        specs = stage_specs(settings, "cross_host", None)
+        allowed = load_allowed(control.keys, [spec.name for spec in specs])
+        listen = Listen(control.listen, ServerKeys(load_pair(control.keys, COORDINATOR), allowed))
+
+        def connect() -> tuple[CoordinatorChannels, Launcher]:
+            sockets = ZmqCoordinatorChannels(
+                max_message=int(control.max_message), heartbeat=control.heartbeat, listen=listen
+            )
+            return sockets, RemoteLauncher(sockets, patience=settings.deadline.shutdown + _GRACE)
+
+        service = cls(settings, hooks, progress, connect, specs)
+        names = ", ".join(service.stages)
+        service._progress(f"transport {settings.transport.name}, waiting at {control.listen} for {names}")
+        service._await_ready()
+        return service
+
+    def _await_ready(self) -> None:
+        self._thread.start()
+        try:
+            self._ready.result()
+        except BaseException:
+            self._abandon()
+            raise
 
     # -- for the runtime, from any thread ----------------------------------------------------------------------------
 
@@ -398,7 +437,8 @@ class Service:
                 self._commands.popleft()()
             if self._closing:
                 return
-            self._progress(f"starting {spec.name}")
+            if self._settings.stages.launch != "remote":
+                self._progress(f"starting {spec.name}")
             try:
                 handle = launcher.start(spec)
             except KvbatonError as error:
@@ -523,7 +563,7 @@ class Service:
         self._up.discard(peer)
         self._silent.pop(peer, None)
         self._pulses.pop(peer, None)
-        if not expected or handle.exit_status():
+        if not expected or handle.exit_status() or not handle.joined:
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:
                 text = f"{text} It said: {self._last_words[peer]}"
@@ -533,7 +573,8 @@ class Service:
             elif self._closing:
                 self._bad_ends.append(text)
             self._carry_out(self._machine.peer_lost(peer, text, now), now)
-        self._carry_out(self._machine.peer_joined(peer, now), now)
+        over = self._machine.peer_joined if handle.joined else self._machine.peer_unjoinable
+        self._carry_out(over(peer, now), now)
         for census in self._censuses:
             if census.waiting.pop(peer, None):
                 census.result[peer.name] = {"error": "the stage ended"}
@@ -834,17 +875,3 @@ def _answer(future: concurrent.futures.Future[bool], result: bool) -> None:
     """Answer who waits, unless it has given up: it may do so at any moment until the future says that it runs."""
     if future.set_running_or_notify_cancel():
         future.set_result(result)
-
-
-def _specs(settings: Settings, reach: Reach, connector: ConnectorPlugin | None) -> list[StageSpec]:
-    """Prefill stages first, as ``stages.devices`` counts them."""
-    names = [(Role.PREFILL, i) for i in range(settings.stages.prefill)]
-    names += [(Role.DECODE, i) for i in range(settings.stages.decode)]
-    devices = settings.stages.devices or [None] * len(names)
-    return [
-        StageSpec(
-            name=f"{role.value}-{i}", role=role.value, index=i, entry=ENTRY,
-            settings=stage_settings(settings, device, reach, connector),
-        )
-        for (role, i), device in zip(names, devices, strict=True)
-    ]  # fmt: skip

@@ -77,6 +77,20 @@ KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 _GUARD, _QUEUE, _PHASES = GuardLimits(), Limits(), Deadlines()
 
 
+_TCP = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
+
+
+def _tcp(value: str) -> str:
+    found = _TCP.fullmatch(value)
+    if not found or not 0 < int(found[1]) < 65536:
+        raise PydanticCustomError("tcp", "not an address; write tcp://HOST:PORT, such as tcp://10.0.0.1:5555")
+    return value
+
+
+#: ``tcp://HOST:PORT``.
+TcpAddress = Annotated[str, AfterValidator(_tcp)]
+
+
 class _Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
@@ -109,9 +123,10 @@ class StagesSettings(_Group):
     """Number of prefill stages."""
     decode: Count = 1
     """Number of decode stages."""
-    launch: Literal["auto", "inproc", "process"] = "auto"
-    """`inproc`: every stage is a thread of this process. `process`: every stage is a process of its own. `auto`:
-    `inproc` where the transport reaches only within one process, else `process`."""
+    launch: Literal["auto", "inproc", "process", "remote"] = "auto"
+    """`inproc`: every stage is a thread of this process. `process`: every stage is a process of its own. `remote`:
+    every stage is started by `kvbaton stage`, on any host, and joins over TCP. `auto`: `inproc` where the transport
+    reaches only within one process, else `process`."""
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_devices)] = None
     """CUDA device number of each stage, prefill stages first, such as `0,1`. Unset: the KV stays in host memory."""
 
@@ -229,7 +244,35 @@ class ControlSettings(_Group):
     max_message: Bytes = ByteSize(MAX_MESSAGE_BYTES)
     """Largest control message accepted; a larger one is dropped and counted."""
     heartbeat: Seconds = 10.0
-    """A stage whose process answers no heartbeat for about so many seconds (stopped, or its host gone) is lost."""
+    """A stage whose process answers no heartbeat for about so many seconds (stopped, or its host gone) is lost; over
+    TCP also a coordinator."""
+    listen: TcpAddress | None = None
+    """Where the coordinator listens for stages of other hosts: `tcp://0.0.0.0:5555`, or an address of this host."""
+    connect: TcpAddress | None = None
+    """Where `kvbaton stage` finds the coordinator: `tcp://HOST:PORT`. Unset: `listen`, where that names one host."""
+    keys: Path | None = None
+    """Folder with the CURVE keys for TCP, made by `kvbaton keys`: the secret key of whoever runs on this host, and the
+    public keys of those it speaks to."""
+
+    @property
+    def coordinator(self) -> str | None:
+        """Where a stage of another host finds the coordinator."""
+        if self.connect is not None:
+            return self.connect
+        listen = self.listen
+        return None if listen is None or listen.split("//")[1].startswith(("*", "0.0.0.0", "[::]")) else listen
+
+    @model_validator(mode="after")
+    def _tcp_with_keys(self) -> ControlSettings:
+        given = "listen" if self.listen is not None else "connect" if self.connect is not None else None
+        if given is not None and self.keys is None:
+            raise PydanticCustomError(
+                "keys",
+                "{given} without keys: whoever reaches a control port can end the run, so that TCP is opened with keys"
+                " only; make them with: kvbaton keys DIR, and set control.keys = DIR",
+                {"given": given},
+            )
+        return self
 
 
 class Settings(_Group):
@@ -253,6 +296,28 @@ class Settings(_Group):
     """How a stage's progress thread waits."""
     control: ControlSettings = ControlSettings()
     """The channels between the coordinator and the stages."""
+
+    @model_validator(mode="after")
+    def _hosts(self) -> Settings:
+        remote = self.stages.launch == "remote"
+        if self.control.listen is not None and not remote:
+            raise PydanticCustomError(
+                "hosts",
+                'control.listen is for stages.launch = "remote", not "{launch}": set the one or unset the other',
+                {"launch": self.stages.launch},
+            )
+        if remote and self.control.listen is None and self.control.connect is None:
+            raise PydanticCustomError(
+                "hosts",
+                'stages.launch = "remote" needs control.listen where the coordinator runs, control.connect where a'
+                " stage runs, and control.keys on both",
+            )
+        if remote and self.transport.name == "auto":
+            raise PydanticCustomError(
+                "hosts",
+                'stages.launch = "remote" needs transport.name: each host would choose for itself, and they may differ',
+            )
+        return self
 
 
 # -- where a value came from -------------------------------------------------------------------------------------------
@@ -518,6 +583,8 @@ def _explained(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) 
     more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
     value = given[key].value if key in given else fault["input"]
     shown = "" if isinstance(value, (BaseModel, Mapping)) else f" = {_shown(value)}"
+    if not key:  # of settings that contradict each other, and that may come from anywhere
+        return SettingsError(f"{reason_of(fault)}{more}", key="", origin=None)
     message = f"{_place(origin)}{'.'.join(key)}{shown}: {reason_of(fault)}{more}"
     return SettingsError(message, key=".".join(key), origin=origin)
 

@@ -50,7 +50,7 @@ EngineOption = Annotated[
 Prefill = Annotated[str | None, typer.Option("--prefill", metavar="N", help="Number of prefill stages.")]
 Decode = Annotated[str | None, typer.Option("--decode", metavar="N", help="Number of decode stages.")]
 Launch = Annotated[
-    str | None, typer.Option("--launch", metavar="HOW", help="Where stages run: auto, inproc or process.")
+    str | None, typer.Option("--launch", metavar="HOW", help="Where stages run: auto, inproc, process or remote.")
 ]
 Set = Annotated[
     list[str] | None,
@@ -94,6 +94,7 @@ _KEYS = {
     "--prefill": "stages.prefill",
     "--decode": "stages.decode",
     "--launch": "stages.launch",
+    "--connect": "control.connect",
 }
 
 
@@ -205,6 +206,53 @@ def run_command(
         found = gather(prompt or (), prompts, sampling)
         status = run(settings, found, compare=compare, as_object=as_json)
     raise typer.Exit(status)
+
+
+@app.command("stage")
+def stage_command(
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="Which stage this is: prefill-0, decode-0 and so on.")
+    ],
+    config: ConfigFile = None,
+    connect: Annotated[
+        str | None, typer.Option("--connect", metavar="ADDRESS", help="The coordinator's tcp://HOST:PORT.")
+    ] = None,
+    model: Model = None,
+    transport: Transport = None,
+    transport_option: TransportOption = None,
+    engine_option: EngineOption = None,
+    assign: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Be one stage of a deployment over several hosts: join the coordinator over TCP and work until it ends."""
+    _begin(debug)
+    with explained(debug=debug):
+        single = {"--model": model, "--transport": transport, "--connect": connect}
+        settings, _ = _settings(config, single, transport_option, engine_option, assign)
+        from kvbaton.cli.faults import say
+        from kvbaton.launch.host import run_stage
+
+        logging.getLogger("kvbaton.stage").setLevel(logging.INFO)  # nobody else collects this stage's log
+        status = run_stage(settings, name, say)
+    raise typer.Exit(status)
+
+
+@app.command("keys")
+def keys_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the key files go; made if it is not there.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help='Whose: "coordinator", and each stage, such as prefill-0 decode-0.'),
+    ],
+    debug: Debug = False,
+) -> None:
+    """Make CURVE key pairs for stages on several hosts: NAME.key is public, NAME.key_secret for NAME's host alone."""
+    _begin(debug)
+    with explained(debug=debug):
+        from kvbaton.control.curve import make_keys
+
+        for path in make_keys(folder, names):
+            print(path)
 
 
 @app.command("plugins")

@@ -1,4 +1,4 @@
-"""Channels between processes: ZeroMQ over ``ipc://`` in a private directory.
+"""Channels between processes: ZeroMQ over ``ipc://`` in a private directory, or over ``tcp://`` with CURVE keys.
 
 The coordinator binds one ROUTER; each stage connects one DEALER whose routing id is its name and epoch.  A stage's
 first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what was
@@ -8,6 +8,12 @@ A connection that ends is a lost channel: nobody reconnects, since ZeroMQ drops 
 The ends are seen by the sockets' monitors.  A stage that is alive but stopped is found by ZMTP heartbeats, which the
 coordinator sends and ZeroMQ's own thread in the stage answers, however long the stage's Python computes.  Stages send
 none: a coordinator that is stopped for a while (Ctrl-Z) is no reason to die, and its end is told by the lifeline.
+
+Over ``tcp://`` the stages are started by somebody else, so nobody hands them a ticket: a stage *joins* first
+(:mod:`kvbaton.control.join`), by the name that its key proves, and is then *admitted* under the epoch that it was
+given.  There is no lifeline either: both ends send heartbeats, a stage that ends says so with its status as its last
+word, and one that the coordinator gives up is *expelled*, which it takes as the loss of its coordinator.  Four words of
+one frame carry that, beside the envelopes and never among them.
 
 Import this module where it is needed: it imports pyzmq.
 """
@@ -24,7 +30,9 @@ import struct
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -33,13 +41,21 @@ import zmq
 
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received, private_directory
 from kvbaton.control.bell import DescriptorBell
+from kvbaton.control.curve import ClientKeys, Gate, ServerKeys, user_of
 from kvbaton.control.sequence import InboundSequence, Verdict
 from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, MessageError, ThreadError
 from kvbaton.identity import PeerId
-from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Envelope, Message, decode, encode, envelope, family_of
+from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Envelope, Hello, Message, decode, encode, envelope, family_of
 
 _GREETING_PREFIX: Final = b"kvbaton/"
 _GREETING: Final = _GREETING_PREFIX + str(VERSION).encode()
+
+#: Words over TCP: a stage asks to join, is admitted, is expelled with a cause, has left with a status.
+JOIN: Final = b"kvbaton-join "
+_ADMITTED: Final = b"kvbaton-admitted"
+_EXPELLED: Final = b"kvbaton-expelled "
+_LEFT: Final = b"kvbaton-left "
+_LONGEST_CAUSE: Final = 2000
 
 #: ``struct sockaddr_un`` holds 107 bytes and a terminating zero.
 _LONGEST_SOCKET_PATH: Final = 107
@@ -58,6 +74,40 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     peer: PeerId
     coordinator_epoch: int
     max_message: int
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage says to join: its name, and the version of the words it will use."""
+
+    name: str
+    version: int = VERSION
+
+
+class JoinReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer: a ticket, or why there is none."""
+
+    ticket: Ticket | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where the coordinator listens for stages of other hosts (``tcp://HOST:PORT``), and whom it lets in."""
+
+    address: str
+    keys: ServerKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A stage of another host whose channel is over.
+
+    ``status``: the exit status it gave as its last word; None where it went without one: lost, and not fenced (C6.4).
+    """
+
+    peer: PeerId
+    status: int | None
+    reason: str
 
 
 class _Exclusive:
@@ -87,7 +137,8 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 class _Wire:
     """One ZeroMQ socket with its own context, its monitor and a bell: what both ends have in common."""
 
-    def __init__(self, kind: int, watched: int, max_message: int) -> None:
+    def __init__(self, kind: int, watched: int, max_message: int, keys: ServerKeys | None = None) -> None:
+        self._gate: Gate | None = None
         with ExitStack() as undo:
             self.bell = DescriptorBell()
             undo.callback(self.bell.close)
@@ -106,6 +157,9 @@ class _Wire:
             self._monitor.connect(name)
             self._poll = select.poll()
             self._fds = [self.socket.fileno(), self._monitor.fileno(), self.bell.fileno()]
+            if keys is not None:
+                self._gate = Gate(self._context, keys)
+                self._fds.append(self._gate.socket.fileno())
             for fd in self._fds:
                 self._poll.register(fd, select.POLLIN)
             undo.pop_all()
@@ -118,7 +172,14 @@ class _Wire:
             found.append(struct.unpack("=Hi", head))
         return found
 
+    def let_in(self) -> None:
+        """Answer whom to let in, where keys decide that."""
+        if self._gate is not None:
+            self._gate.answer()
+
     def wait(self, timeout: float) -> None:
+        # asked here too: the answer lets somebody in whose first frame then ends the wait
+        self.let_in()
         # ZeroMQ's descriptors are edge-triggered: asking for EVENTS both looks first and arms them
         if not (_readable(self.socket) or _readable(self._monitor)):
             timeout = max(timeout, 0.0)
@@ -132,6 +193,8 @@ class _Wire:
     def close(self, linger: float) -> None:
         self.socket.disable_monitor()
         self._monitor.close()
+        if self._gate is not None:
+            self._gate.close()
         self.socket.close(linger=int(linger * 1000))
         self._context.term()  # waits for the linger and for the sockets' threads
         self.bell.close()
@@ -168,7 +231,18 @@ def _pack(epoch: int, seq: int, message: Message, max_message: int) -> bytes:
 
 
 class _Peer:
-    __slots__ = ("backlog", "connected", "ending", "lost", "peer", "routing_id", "seq", "sequence")
+    __slots__ = (
+        "backlog",
+        "connected",
+        "ending",
+        "introduced",
+        "left",
+        "lost",
+        "peer",
+        "routing_id",
+        "seq",
+        "sequence",
+    )
 
     def __init__(self, peer: PeerId) -> None:
         self.peer = peer
@@ -177,10 +251,13 @@ class _Peer:
         self.seq = 0
         self.backlog: deque[bytes] = deque()
         self.connected = False
+        self.introduced = False
         #: why the connection is gone, while frames that came before may still be unread
         self.ending: str | None = None
         #: reported as lost
         self.lost = False
+        #: the status that it gave as its last word, over TCP
+        self.left: int | None = None
 
 
 class ZmqCoordinatorChannels:
@@ -188,10 +265,13 @@ class ZmqCoordinatorChannels:
 
     ``directory``: a private folder to make the socket's own directory in (None: the user's runtime or temporary
     folder).  ``max_message``: bytes of one message.  ``heartbeat``: a connected stage whose process answers nothing for
-    about this many seconds is lost.  ``linger``: seconds that ``close`` gives what was sent to leave.
+    about this many seconds is lost.  ``linger``: seconds that ``close`` gives what was sent to leave.  ``listen``: take
+    stages of other hosts there, in place of stages of this host in a directory.
 
-    Ownership: a ZeroMQ context with one input-output thread, one socket, one directory; all are gone after ``close``.
-    Raises: ConfigurationError if no private directory can be made or its path is too long for a socket.
+    Ownership: a ZeroMQ context with one input-output thread, one socket (two with keys), one directory; all are gone
+    after ``close``.
+    Raises: ConfigurationError if no private directory can be made, its path is too long for a socket, or there is no
+    listening at ``listen``.
     """
 
     def __init__(
@@ -202,7 +282,13 @@ class ZmqCoordinatorChannels:
         heartbeat: float = 10.0,
         linger: float = 0.5,
         epoch: int | None = None,
+        listen: Listen | None = None,
     ) -> None:
+        self._listen = listen
+        self._departures: list[Departure] = []
+        #: connections over which a stage asked to join: their ends are no news
+        self._joining: set[int] = set()
+        self._heartbeat = heartbeat
         self._epoch = time.time_ns() if epoch is None else epoch
         self._max_message = max_message
         self._linger = linger
@@ -221,31 +307,53 @@ class ZmqCoordinatorChannels:
         self._dropped: Counter[tuple[str, str]] = Counter()
         self._closed = False
         with ExitStack() as undo:
-            self._directory = private_directory.make(directory)
-            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
-            path = self._directory / "control"
-            if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
-                raise ConfigurationError(
-                    f"the control socket {path} has a path of more than {_LONGEST_SOCKET_PATH} bytes, which the system"
-                    " does not allow. Set control.dir to a shorter one.",
-                    directory=str(self._directory),
-                )
-            self._wire = _Wire(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED, max_message)
+            self._directory: Path | None = None
+            if listen is None:
+                self._directory = private_directory.make(directory)
+                undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
+                address = f"ipc://{self._socket_path(self._directory)}"
+            else:
+                address = listen.address
+            keys = None if listen is None else listen.keys
+            self._wire = _Wire(zmq.ROUTER, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED, max_message, keys)
             undo.callback(self._wire.close, 0.0)
             socket = self._wire.socket
             socket.router_mandatory = True  # a connection that is gone is an error, not silence
-            # half the time to ask, half to wait for the answer; no time to live for the other end (see above)
-            socket.heartbeat_ivl = max(1, int(heartbeat * 500))
-            socket.heartbeat_timeout = max(1, int(heartbeat * 500))
-            socket.heartbeat_ttl = 0
-            self._address = f"ipc://{path}"
-            socket.bind(self._address)
+            _send_heartbeats(socket, heartbeat)
+            if keys is not None:
+                Gate.guard(socket, keys)
+                socket.ipv6 = "[" in address
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise ConfigurationError(
+                    f"the coordinator cannot listen at {address}: {error.strerror}. Set control.listen to an address"
+                    " and a free port of this host, such as tcp://0.0.0.0:5555.",
+                    address=address,
+                ) from error
+            self._address = bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
             undo.pop_all()
 
+    @staticmethod
+    def _socket_path(directory: Path) -> Path:
+        path = directory / "control"
+        if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+            raise ConfigurationError(
+                f"the control socket {path} has a path of more than {_LONGEST_SOCKET_PATH} bytes, which the system"
+                " does not allow. Set control.dir to a shorter one.",
+                directory=str(directory),
+            )
+        return path
+
     @property
-    def directory(self) -> Path:
-        """The private directory of the socket."""
+    def directory(self) -> Path | None:
+        """The private directory of the socket; None where it listens for other hosts."""
         return self._directory
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that the system chose where it was asked to (``:*``)."""
+        return self._address
 
     def ticket(self, peer: PeerId) -> Ticket:
         """What the stage ``peer`` passes to ``ZmqStageChannel``."""
@@ -295,6 +403,7 @@ class ZmqCoordinatorChannels:
         with self._exclusive:
             if self._closed:
                 return events
+            self._wire.let_in()
             # connections first: an end seen now comes after every frame that is still to be read of it
             self._watch_connections()
             socket = self._wire.socket
@@ -323,12 +432,78 @@ class ZmqCoordinatorChannels:
                 return
             self._closed = True
             self._wire.close(self._linger)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+
+    # -- stages of other hosts -----------------------------------------------------------------------------------------
+
+    def departures(self) -> Sequence[Departure]:
+        """The stages of other hosts whose channels are over, each once."""
+        found, self._departures = self._departures, []
+        return found
+
+    def introduced(self, peer: PeerId) -> bool:
+        """Whether ``peer`` has said Hello; before that nobody was connected to it and it holds nothing of anybody's."""
+        entry = self._peers.get(peer)
+        return entry is not None and entry.introduced
+
+    def expel(self, peer: PeerId, cause: str) -> None:
+        """Tell ``peer`` that it has no coordinator any more; it drains and ends by itself (C6.6).  Not evidence."""
+        with self._exclusive:
+            entry = self._peers.get(peer)
+            if entry is not None and entry.connected and not (entry.lost or entry.ending or self._closed):
+                self._post(entry, _EXPELLED + cause.encode()[:_LONGEST_CAUSE])
+
+    def _join(self, frames: list[zmq.Frame]) -> None:
+        """Answer a stage of another host that wants to know its epoch."""
+        fd = int(frames[1].get(zmq.SRCFD))
+        if fd in self._open:
+            self._joining.add(fd)
+        else:
+            with contextlib.suppress(ValueError):
+                self._ended_unread.remove(fd)
+        try:
+            request = msgspec.json.decode(frames[1].bytes[len(JOIN) :], type=JoinRequest)
+        except msgspec.MsgspecError:
+            self._dropped["unknown", "malformed"] += 1
+            return
+        reply = self._reply(request, user_of(frames[1]))
+        with contextlib.suppress(zmq.ZMQError):  # it has gone again
+            self._wire.socket.send_multipart((frames[0].bytes, msgspec.json.encode(reply)), zmq.NOBLOCK)
+
+    def _reply(self, request: JoinRequest, user: str) -> JoinReply:
+        name = request.name
+        if request.version != VERSION:
+            return JoinReply(
+                refusal=f"the stage speaks kvbaton/{request.version}, the coordinator kvbaton/{VERSION}: run one"
+                " release everywhere"
+            )
+        if user != name:
+            return JoinReply(refusal=f"this key belongs to {user}, so that it cannot join as {name}")
+        entry = next((entry for entry in self._peers.values() if entry.peer.name == name), None)
+        if entry is None:
+            known = ", ".join(sorted(peer.name for peer in self._peers)) or "none any more"
+            return JoinReply(refusal=f"no stage {name} is expected here; expected: {known}")
+        if entry.connected:
+            state = "is over" if entry.lost or entry.ending else "is connected"
+            return JoinReply(
+                refusal=f"{name} has joined already and {state}. A coordinator takes each stage once; start the"
+                " coordinator anew to replace it"
+            )
+        return JoinReply(ticket=self.ticket(entry.peer))
 
     # -- one frame -----------------------------------------------------------------------------------------------------
 
     def _handle(self, frames: list[zmq.Frame], events: list[ChannelEvent]) -> None:
         entry = self._by_routing_id.get(frames[0].bytes)
+        if self._listen is not None:
+            if entry is None and len(frames) == 2 and frames[1].bytes.startswith(JOIN):
+                self._join(frames)
+                return
+            if entry is not None and user_of(frames[-1]) != entry.peer.name:
+                # it holds a key, but another's: what the key proves counts, not what a stage calls itself
+                self._dropped["unknown", "unknown-peer"] += 1
+                return
         if entry is None:
             self._dropped["unknown", self._why_unknown(frames[0].bytes)] += 1
             return
@@ -347,9 +522,14 @@ class ZmqCoordinatorChannels:
                     reason = f"the stage speaks {theirs}, the coordinator {ours}: run one release everywhere"
                     self._lose(entry, reason, events)
                 return
+        if self._listen is not None and data.startswith(_LEFT):
+            with contextlib.suppress(ValueError):
+                entry.left = int(data[len(_LEFT) :])
+            return
         found, gap = _unpack(data, entry.sequence, self._max_message, self._dropped)
         if found is not None:
             self._received += 1
+            entry.introduced = entry.introduced or isinstance(found.body, Hello)
             events.append(Received(entry.peer, found.body))
         elif gap is not None:
             self._lose(entry, gap, events)
@@ -369,13 +549,15 @@ class ZmqCoordinatorChannels:
         self._watch_connections()
         before = self._behind.pop(fd, None)
         if before is not None:
-            self._end(before, "its connection ended")  # the number was reused
+            self._end(before, self._cut())  # the number was reused
         if fd in self._open:
             self._behind[fd] = entry
         else:
             with contextlib.suppress(ValueError):
                 self._ended_unread.remove(fd)
-            self._end(entry, "its connection ended")
+            self._end(entry, self._cut())
+        if self._listen is not None and entry.ending is None:
+            self._post(entry, _ADMITTED)
         while entry.backlog and entry.ending is None:
             self._post(entry, entry.backlog.popleft())
 
@@ -383,13 +565,16 @@ class ZmqCoordinatorChannels:
         for event, fd in self._wire.connection_events():
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(fd)
+                self._joining.discard(fd)
             else:
                 self._open.discard(fd)
                 entry = self._behind.pop(fd, None)
-                if entry is None:
+                if entry is None and fd in self._joining:
+                    self._joining.discard(fd)
+                elif entry is None:
                     self._ended_unread.append(fd)
                 else:
-                    self._end(entry, "its connection ended")
+                    self._end(entry, self._cut())
 
     def _post(self, entry: _Peer, data: bytes) -> bool:
         try:
@@ -397,9 +582,14 @@ class ZmqCoordinatorChannels:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
-            self._end(entry, "its connection ended")
+            self._end(entry, self._cut())
             return False
         return True
+
+    def _cut(self) -> str:
+        if self._listen is None:
+            return "its connection ended"
+        return f"its connection ended, or it answered no heartbeat for {self._heartbeat:g} s"
 
     def _end(self, entry: _Peer, reason: str) -> None:
         if entry.ending is None and not entry.lost:
@@ -421,19 +611,34 @@ class ZmqCoordinatorChannels:
             entry.lost = True
             entry.backlog.clear()
             events.append(ChannelLost(entry.peer, reason))
+            if self._listen is not None:
+                self._departures.append(Departure(entry.peer, entry.left, reason))
+                self._wire.bell.ring()
 
 
 class ZmqStageChannel:
     """A stage's end; see :class:`~kvbaton.control.StageChannel`.
 
-    ``linger``: seconds that ``close`` gives what was sent to leave.
+    ``linger``: seconds that ``close`` gives what was sent to leave.  ``keys``: for an address on another host; then
+    ``heartbeat`` is as the coordinator's, and the channel is open once the coordinator has admitted the stage, for
+    which it has ``patience`` seconds.
 
-    Raises: ConfigurationError if the socket's directory is not private to this user, ConnectError if nobody is there.
+    Raises: ConfigurationError if the socket's directory is not private to this user or keys are missing, ConnectError
+    if nobody is there or nobody admits.
     """
 
-    def __init__(self, ticket: Ticket, *, linger: float = 2.0) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        *,
+        linger: float = 2.0,
+        keys: ClientKeys | None = None,
+        heartbeat: float = 10.0,
+        patience: float = 10.0,
+    ) -> None:
         self._ticket = ticket
         self._linger = linger
+        self._said_last_word = False
         self._exclusive = _Exclusive(f"the channel of {ticket.peer}")
         self._sequence = InboundSequence(ticket.coordinator_epoch)
         self._seq = 0
@@ -445,15 +650,39 @@ class ZmqStageChannel:
         self._closed = False
         if ticket.address.startswith("ipc://"):
             _check_socket(Path(ticket.address.removeprefix("ipc://")))
+        elif keys is None:
+            raise ConfigurationError(f"{ticket.peer.name} has no keys for {ticket.address}; set control.keys")
         with ExitStack() as undo:
             self._wire = _Wire(zmq.DEALER, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED, ticket.max_message)
             undo.callback(self._wire.close, 0.0)
             socket = self._wire.socket
             socket.routing_id = _routing_id(ticket.peer)
             socket.reconnect_ivl = -1
+            if keys is not None:
+                keys.apply(socket)
+                socket.ipv6 = "[" in ticket.address
+                _send_heartbeats(socket, heartbeat)
             socket.connect(ticket.address)
             socket.send(_GREETING)
+            if keys is not None:
+                self._await_admission(patience)
             undo.pop_all()
+
+    def _await_admission(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        place = f"{self.peer.name} was given its place by the coordinator at {self._ticket.address}, but not admitted:"
+        while not _readable(self._wire.socket):
+            left = deadline - time.monotonic()
+            if self._wire.connection_events():
+                raise ConnectError(f"{place} the connection ended", address=self._ticket.address)
+            if left <= 0:
+                raise ConnectError(
+                    f"{place} no word within {patience:g} s. Has another process of that name joined?",
+                    address=self._ticket.address,
+                )
+            self._wire.wait(left)
+        if self._wire.socket.recv_multipart(zmq.NOBLOCK) != [_ADMITTED]:
+            raise ConnectError(f"{place} it answered something else", address=self._ticket.address)
 
     @property
     def peer(self) -> PeerId:
@@ -492,6 +721,9 @@ class ZmqStageChannel:
                 if len(frames) != 1:
                     self._dropped["unknown", "malformed"] += 1
                     continue
+                if frames[0].startswith(_EXPELLED):
+                    self.sever(frames[0][len(_EXPELLED) :].decode(errors="replace"))
+                    continue
                 found, gap = _unpack(frames[0], self._sequence, self._ticket.max_message, self._dropped)
                 if found is not None:
                     self._received += 1
@@ -504,6 +736,17 @@ class ZmqStageChannel:
         with self._exclusive:
             if not self._closed:
                 self._wire.wait(timeout)
+
+    def leave(self, status: int) -> None:
+        """Say, as the last word of a stage of another host, with which status it ends; ``close`` follows.
+
+        Status 0 says that it was drained and that its transport is closed.
+        """
+        with self._exclusive:
+            if not self._closed:
+                with contextlib.suppress(zmq.Again):
+                    self._wire.socket.send(_LEFT + str(status).encode(), zmq.NOBLOCK)
+                    self._said_last_word = True
 
     def wake(self) -> None:
         self._wire.bell.ring()
@@ -522,7 +765,7 @@ class ZmqStageChannel:
             if self._closed:
                 return
             self._closed = True
-            self._wire.close(self._linger if self._lost is None else 0.0)
+            self._wire.close(self._linger if self._lost is None or self._said_last_word else 0.0)
 
 
 def _routing_id(peer: PeerId) -> bytes:
@@ -530,6 +773,13 @@ def _routing_id(peer: PeerId) -> bytes:
     if not 1 <= len(found) <= 255 or found[0] == 0:
         raise LocalProtocolError(f"a stage cannot be called {peer.name!r}: its ZeroMQ routing id would be too long")
     return found
+
+
+def _send_heartbeats(socket: zmq.Socket[bytes], seconds: float) -> None:
+    # half the time to ask, half to wait for the answer; no time to live for the other end (see above)
+    socket.heartbeat_ivl = max(1, int(seconds * 500))
+    socket.heartbeat_timeout = max(1, int(seconds * 500))
+    socket.heartbeat_ttl = 0
 
 
 def _check_socket(path: Path) -> None:

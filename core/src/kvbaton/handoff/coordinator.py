@@ -127,7 +127,7 @@ class PeerView(msgspec.Struct, frozen=True):
 
 class _Peer:
     __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "leaving", "ledger", "ordinal", "quiet",
-                 "role", "status")  # fmt: skip
+                 "role", "status", "unjoinable")  # fmt: skip
 
     def __init__(self, hello: Hello) -> None:
         self.id = hello.peer
@@ -137,6 +137,8 @@ class _Peer:
         self.status = _UP
         #: Last creating message sent on this channel (C1.2).
         self.ordinal = 0
+        #: Lost for good: nobody will ever join it.
+        self.unjoinable = False
         #: Takes nothing new.
         self.draining = False
         #: Was told to exit: the end of its channel is no news.
@@ -290,8 +292,8 @@ class Coordinator:
 
     @property
     def closed(self) -> bool:
-        """After :meth:`fatal`: every stage was joined."""
-        return self._stopping == 2 and all(peer.status is _FENCED for peer in self._decodes.values())
+        """After :meth:`fatal`: every stage was joined, or can never be."""
+        return self._stopping == 2 and all(_over(peer) for peer in self._decodes.values())
 
     def phase(self, transfer: TransferId) -> CoordinatorPhase | None:
         """None: no entry."""
@@ -462,6 +464,23 @@ class Coordinator:
         self._forget_peer(found)
         for joined in tuple(self._unclosed):
             self._closed(joined, peer, effects)
+        self._stop_receivers(effects)
+        return self._settle(effects)
+
+    def peer_unjoinable(self, peer: PeerId, now: float) -> Effects:
+        """``peer`` is lost and nobody will ever join its process: it is on a host that cannot be reached.
+
+        Nothing is freed by that: what it may write to stays held until it is severed, or for ever (C6.4).  But the
+        shutdown waits for it no longer (C6.7).
+        """
+        self._tick(now)
+        found = self._peers.get(peer)
+        if found is None or found.status is _FENCED:
+            return [Ignored(None, "peer unjoinable", f"{peer} is not known or was joined before")]
+        effects: Effects = []
+        found.unjoinable = True
+        if found.status is _UP:
+            self._lose(found, "it cannot be reached", effects, kill=False)
         self._stop_receivers(effects)
         return self._settle(effects)
 
@@ -903,7 +922,7 @@ class Coordinator:
             other.quiet.discard(peer.id)
 
     def _stop_receivers(self, effects: Effects) -> None:
-        if self._stopping != 1 or any(p.status is not _FENCED for p in self._prefills.values()):
+        if self._stopping != 1 or not all(_over(p) for p in self._prefills.values()):
             return
         self._stopping = 2
         self._stop_deadline = self._now + self._shutdown
@@ -1051,6 +1070,11 @@ class Coordinator:
         if (entry.phase, phase) not in LEGAL_COORDINATOR:
             raise LocalProtocolError(f"C cannot go from {entry.phase} to {phase}: a defect in the coordinator machine")
         entry.phase = phase
+
+
+def _over(peer: _Peer) -> bool:
+    """It was joined, or it is lost and nobody ever will."""
+    return peer.status is _FENCED or peer.unjoinable
 
 
 def _age(waiting: _Waiting) -> int:

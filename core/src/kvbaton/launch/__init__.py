@@ -4,7 +4,8 @@ A launcher gives a stage its identity (a fresh epoch, C1.4), announces it to the
 notices its end at once.  The end is *joined*, never announced (C6.2): ``StageHandle.join`` returning True is the first
 half of a fence (C6.4); the second, draining and closing the destination's end of the connection, is not a launcher's.
 
-``kvbaton.launch.process`` starts one process per stage, ``kvbaton.launch.inproc`` one thread per stage.
+``kvbaton.launch.process`` starts one process per stage, ``kvbaton.launch.inproc`` one thread per stage, and
+``kvbaton.launch.remote`` expects stages that an operator starts on other hosts (``kvbaton.launch.host``).
 
 An *entry* is named ``"module:function"`` and has the signature of ``Entry``.  It runs on the main thread of a stage's
 process (or on the stage's thread), gets its spec, a channel that is ready for use, and a lifeline; it returns the exit
@@ -81,6 +82,10 @@ class StageHandle(Protocol):
     @property
     def pid(self) -> int:
         """Its process; the process of the caller where stages are threads."""
+
+    @property
+    def joined(self) -> bool:
+        """Once it is over: whether that is proven, the first half of a fence (C6.4).  False: it is lost, no more."""
 
     def exit_status(self) -> int | None:
         """None while it has not been joined; then its status, negative for the signal that killed it.  Never waits."""

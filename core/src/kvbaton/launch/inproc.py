@@ -53,6 +53,10 @@ class InprocHandle:
     def pid(self) -> int:
         return os.getpid()
 
+    @property
+    def joined(self) -> bool:
+        return self.exit_status() is not None
+
     def exit_status(self) -> int | None:
         # the status is set by the thread's last statements; only a thread that is over counts as joined
         return None if self._thread.is_alive() else self._status

@@ -91,6 +91,10 @@ class ProcessHandle:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def joined(self) -> bool:
+        return self.exit_status() is not None
+
     def exit_status(self) -> int | None:
         return self._status if self._over.is_set() else None
 

@@ -52,6 +52,20 @@ def stage_settings(
     return {"settings": plain, "device": device, "reach": reach, "connector": key}
 
 
+def stage_specs(settings: Settings, reach: Reach, connector: ConnectorPlugin | None) -> list[StageSpec]:
+    """What each stage of a deployment is started with; prefill stages first, as ``stages.devices`` counts them."""
+    names = [(Role.PREFILL, i) for i in range(settings.stages.prefill)]
+    names += [(Role.DECODE, i) for i in range(settings.stages.decode)]
+    devices = settings.stages.devices or [None] * len(names)
+    return [
+        StageSpec(
+            name=f"{role.value}-{i}", role=role.value, index=i, entry=ENTRY,
+            settings=stage_settings(settings, device, reach, connector),
+        )
+        for (role, i), device in zip(names, devices, strict=True)
+    ]  # fmt: skip
+
+
 def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
     """Be one stage.  The status is 0 where it ended as ordered.
 
@@ -183,4 +197,4 @@ def _refuse(spec: StageSpec, channel: StageChannel, why: str) -> None:
     channel.send(messages.Fatal(why))
 
 
-__all__ = ["ENTRY", "EnginePlugin", "join", "main", "open_guard", "run", "stage_settings"]
+__all__ = ["ENTRY", "EnginePlugin", "join", "main", "open_guard", "run", "stage_settings", "stage_specs"]
