@@ -113,16 +113,6 @@ class _Census:
     result: dict[str, Any]
 
 
-@dataclass(slots=True, eq=False)
-class _Census:
-    """A generic control call to several peers, waiting for replies (C9.2)."""
-
-    future: concurrent.futures.Future[dict[str, Any]]
-    waiting: dict[PeerId, str]
-    by: float
-    result: dict[str, Any]
-
-
 class Service:
     """See the module's text.  ``deliver`` is set by the runtime and called on the service's thread."""
 
