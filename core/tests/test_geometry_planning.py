@@ -300,7 +300,7 @@ def test_a_stage_plans_a_whole_transfer(data):
     planner = ChunkPlanner(case.source, limits)
     planner.peer_up(peer, case.destination)
     tables = tuple(tuple(table.tolist()) for table in case.destination_tables)
-    planner.begin(transfer, peer, Reservation(transfer, tables, valid, slots[1]))
+    planner.begin(transfer, peer, Reservation(transfer, tables, valid, slots[1]), case.tokens)
 
     chunks: list[Chunk] = []
     for start, end in pairwise([0, *ends[:-1]]):
@@ -523,7 +523,7 @@ def reported(transfer: str, end: int, *, last: bool = False, slot: int = 0) -> C
 def test_a_prompt_that_the_destination_holds_still_gives_one_chunk(final_bytes, expected):
     planner, _ = planning(final_bytes)
     transfer = new_transfer_id()
-    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 16, 3))
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 16, 3), 16)
     assert planner.plan(reported(transfer, 13)) == []
     (chunk,) = planner.plan(reported(transfer, 16, last=True, slot=2))
     assert (chunk.sequence, chunk.source.triples(), chunk.nbytes) == (0, expected, final_bytes)
@@ -534,7 +534,7 @@ def test_a_prompt_that_the_destination_holds_still_gives_one_chunk(final_bytes, 
 def test_an_unfinished_block_waits_and_what_only_the_source_had_cached_goes():
     planner, _ = planning()
     transfer = new_transfer_id()
-    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 4, 0))
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 4, 0), 16)
     # P found 8 tokens in its cache and computed 3 more: [4, 8) is new to D, [8, 11) waits
     (first,) = planner.plan(reported(transfer, 11))
     block = LAYERS * TOKENS * SIZE
@@ -549,8 +549,8 @@ def test_an_unfinished_block_waits_and_what_only_the_source_had_cached_goes():
 def test_transfers_are_planned_apart_and_nothing_of_an_unknown_one():
     planner, _ = planning()
     one, other, stranger = (new_transfer_id() for _ in range(3))
-    planner.begin(one, DECODE, Reservation(one, ((5, 6, 7, 8),), 0, 0))
-    planner.begin(other, DECODE, Reservation(other, ((1, 2, 3, 4),), 8, 1))
+    planner.begin(one, DECODE, Reservation(one, ((5, 6, 7, 8),), 0, 0), 16)
+    planner.begin(other, DECODE, Reservation(other, ((1, 2, 3, 4),), 8, 1), 16)
     chunks = [*planner.plan(reported(one, 8)), *planner.plan(reported(other, 16)), *planner.plan(reported(one, 16))]
     assert [(c.transfer, c.sequence, c.nbytes) for c in chunks] == [(one, 0, 192), (other, 0, 192), (one, 1, 192)]
     assert planner.plan(reported(stranger, 16)) == []
@@ -564,38 +564,56 @@ def test_transfers_are_planned_apart_and_nothing_of_an_unknown_one():
 def test_a_peer_that_went_down_is_not_known_but_what_it_was_promised_is_still_planned():
     planner, g = planning()
     transfer = new_transfer_id()
-    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0))
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0), 16)
     assert planner.knows(DECODE)
     planner.peer_down(DECODE)
     planner.peer_down(DECODE)
     assert not planner.knows(DECODE)
     assert len(planner.plan(reported(transfer, 16))) == 1
     with pytest.raises(KeyError):
-        planner.begin(new_transfer_id(), DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0))
+        planner.begin(new_transfer_id(), DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0), 16)
     planner.peer_up(DECODE, g)
     assert planner.knows(DECODE)
 
 
 @pytest.mark.clause("C3.6")
-def test_a_plan_that_is_refused_leaves_the_books_as_they_were():
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [
+        (lambda t: ComputedRange(t, 0, 8, (np.array([3, 99]),), None, last=False), "block 99"),
+        (lambda t: reported(t, 8, last=True, slot=4), "final slot"),
+    ],
+    ids=["block", "slot"],
+)
+def test_a_range_that_is_refused_leaves_the_books_as_they_were(bad, what):
     planner, _ = planning()
     transfer = new_transfer_id()
-    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 99, 7, 8),), 0, 0))
-    with pytest.raises(SegmentError, match="block 99"):
-        planner.plan(reported(transfer, 8))
+    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, 0), 16)
+    with pytest.raises(SegmentError, match=what):
+        planner.plan(bad(transfer))
     assert planner.totals(transfer) == (0, 0)
-    (chunk,) = planner.plan(reported(transfer, 4))
-    assert chunk.sequence == 0
+    (chunk,) = planner.plan(reported(transfer, 8, last=True))
+    assert (chunk.sequence, chunk.nbytes) == (0, 192 + 8)
 
 
-@pytest.mark.clause("C3.6")
-@pytest.mark.parametrize("slots", [(4, 0), (-1, 0), (0, 4)])
-def test_a_final_slot_that_does_not_exist_is_refused(slots):
+@pytest.mark.clause("C3.6", "C3.2")
+@pytest.mark.parametrize(
+    ("table", "valid", "slot", "what"),
+    [
+        # one range ends with block 5, a later one would write it again: neither sees the other
+        ((5, 6, 7, 5), 0, 0, "C3.2: block 5 is twice in the destination table"),
+        ((5, 99, 7, 8), 0, 0, "C3.6: block 99 in the destination table"),
+        ((5, 6, 7), 0, 0, "C3.6: the destination table"),
+        ((5, 6, 7, 8), 0, 4, "C3.6: final slot 4"),
+        ((5, 6, 7, 8), 16, -1, "C3.6: final slot -1"),
+    ],
+)
+def test_a_reservation_that_cannot_be_written_to_is_refused_before_anything_is_planned(table, valid, slot, what):
     planner, _ = planning()
     transfer = new_transfer_id()
-    planner.begin(transfer, DECODE, Reservation(transfer, ((5, 6, 7, 8),), 0, slots[1]))
-    with pytest.raises(SegmentError, match="final slot"):
-        planner.plan(reported(transfer, 4, last=True, slot=slots[0]))
+    with pytest.raises(SegmentError, match=what):
+        planner.begin(transfer, DECODE, Reservation(transfer, (table,), valid, slot), 16)
+    assert not len(planner)
 
 
 @pytest.mark.clause("C3.4")
@@ -606,6 +624,6 @@ def test_a_payload_right_behind_the_last_block_costs_no_segment():
     planner = ChunkPlanner(g, LIMITS)
     planner.peer_up(DECODE, g)
     transfer = new_transfer_id()
-    planner.begin(transfer, DECODE, Reservation(transfer, ((31,),), 0, 0))
+    planner.begin(transfer, DECODE, Reservation(transfer, ((31,),), 0, 0), 4)
     (chunk,) = planner.plan(ComputedRange(transfer, 0, 4, (np.array([31]),), None, last=True))
     assert chunk.source.triples() == chunk.target.triples() == [(0, end - 96, 104)]

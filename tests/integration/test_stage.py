@@ -2,123 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 
 from kvbaton import Request, SamplingParams
 from kvbaton.engine import Role, StepOutput
+from kvbaton.errors import PeerLost
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.coordinator import Deadlines, Limits
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
-from kvbaton.messages import Call, Reply
-from kvbaton_conformance.deployment import Deployment, StageSeat
-from kvbaton_conformance.scripted import ScriptedDevice, ScriptedLayout
+from kvbaton.identity import TransferId
+from kvbaton.messages import Call, Failed, Reply, Reserved
+from kvbaton.stage.prefill import PrefillStage
+from kvbaton_conformance.deployment import Deployment
+from kvbaton_conformance.scripted import ScriptedLayout
 
 PROMPT = tuple(range(30))
 REQUEST = Request(PROMPT, SamplingParams(max_tokens=5))
 
 
-@dataclass
-class FakeClock:
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class World(Deployment):
-    """One P, one D, a wire that moves only while ``flow`` is set, a device that completes only while ``run_device`` is.
+def open_world(*, revocable: bool = False, settings: Mapping[str, object] | None = None, **more: Any) -> Deployment:
+    """One P, one D, a wire that moves only while ``flow`` is set.
 
     ``revocable`` False: D cannot take a grant back by itself, as with most transports.
     """
-
-    def __init__(self, *, revocable: bool = False, **more: Any) -> None:
-        self.revocable = revocable
-        self.fake = FakeClock()
-        self.flow = True
-        self.run_device = True
-        self.p_device, self.d_device = ScriptedDevice(automatic=False), ScriptedDevice(automatic=False)
-        super().__init__(
-            "loopback", {"carrier": "manual"}, clock=self.fake, between=self.move,
-            devices={Role.PREFILL: self.p_device, Role.DECODE: self.d_device},
-            settings={"transfer.chunk_bytes": 400, "deadline.shutdown": 5.0, "deadline.chunk": 30.0}, **more,
-        )  # fmt: skip
-
-    def add_stage(self, name: str, role: Role) -> StageSeat:
-        seat = super().add_stage(name, role)
-        seat.connector.capabilities = replace(seat.connector.capabilities, revocable=self.revocable)
-        return seat
-
-    def move(self) -> None:
-        if self.run_device:
-            self.p_device.complete()
-            self.d_device.complete()
-        if self.flow:
-            for seat in self.seats.values():
-                while seat.connector.wire.step() or seat.connector.wire.finish():
-                    pass
-
-    @property
-    def p(self) -> SourcePhase | None:
-        return next(iter(self._phases("prefill-0")), None)
-
-    @property
-    def d(self) -> DestinationPhase | None:
-        return next(iter(self._phases("decode-0")), None)
-
-    def _phases(self, name: str) -> list[Any]:
-        return list(self.seats[name].stage.machine.transfers().values())
-
-    def settle(self, turns: int = 50) -> None:
-        for _ in range(turns):
-            self.turn()
+    return Deployment(
+        "loopback", stepped=True, narrow={} if revocable else {"revocable": False},
+        settings={
+            "transfer.chunk_bytes": 400, "deadline.shutdown": 5.0, "deadline.chunk": 30.0, **(settings or {}),
+        }, **more,
+    )  # fmt: skip
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> Deployment:
+    return open_world()
 
 
 # -- one boundary after another ----------------------------------------------------------------------------------------
 
 
-def reach_computing(world: World) -> None:
-    world.run_device = False
-    world.run_until(lambda: world.p_device.pending() > 0)
+def reach_computing(world: Deployment) -> None:
+    world.seats["prefill-0"].device_runs = False
+    world.run_until(lambda: world.seats["prefill-0"].device.pending() > 0)
 
 
-def reach_posted(world: World) -> None:
+def reach_posted(world: Deployment) -> None:
     world.flow = False
     world.run_until(lambda: world.seats["prefill-0"].guard.outstanding() > 0)
 
 
-def reach_committed(world: World) -> None:
+def reach_committed(world: Deployment) -> None:
     world.flow = False
     world.run_until(lambda: world.p is SourcePhase.COMMITTED)
 
 
-def reach_received(world: World) -> None:
+def reach_received(world: Deployment) -> None:
     world.seats["decode-0"].engine_frozen = False
     world.run_until(lambda: world.p is SourcePhase.COMMITTED)
     world.seats["decode-0"].engine_frozen = True
     world.run_until(lambda: world.d is DestinationPhase.RECEIVED)
 
 
-def reach_decoding(world: World) -> None:
+def reach_decoding(world: Deployment) -> None:
     world.run_until(lambda: world.d is DestinationPhase.ACTIVE)
 
 
-def begin_all(world: World) -> None:
-    """What waits on the wire is begun, so it can no longer be taken back."""
-    for seat in world.seats.values():
-        while seat.connector.wire.start():
-            pass
-
-
-BOUNDARIES: Sequence[tuple[str, Callable[[World], None], DestinationPhase | None]] = [
+BOUNDARIES: Sequence[tuple[str, Callable[[Deployment], None], DestinationPhase | None]] = [
     ("reserving", lambda world: None, None),
     (
         "reserved",
@@ -135,15 +87,16 @@ BOUNDARIES: Sequence[tuple[str, Callable[[World], None], DestinationPhase | None
 
 @pytest.mark.clause("C5.1", "C5.2", "C5.3", "C2.5", "T9")
 @pytest.mark.parametrize(("reach", "phase"), [b[1:] for b in BOUNDARIES], ids=[b[0] for b in BOUNDARIES])
-def test_cancel_at_every_boundary(world: World, reach: Callable[[World], None], phase: DestinationPhase | None) -> None:
+def test_cancel_at_every_boundary(
+    world: Deployment, reach: Callable[[Deployment], None], phase: DestinationPhase | None
+) -> None:
     """It ends as cancelled at once; memory comes back when it is quiet, and another request is served rightly."""
     answer = world.submit("a", REQUEST)
     reach(world)
     assert world.d is phase
     world.abort("a")
     assert answer.ending.ending is fx.Ending.CANCELLED
-    world.flow = world.run_device = True
-    world.seats["decode-0"].engine_frozen = False
+    world.let_go()
     world.submit("a", REQUEST)  # C1.1: the id is free although the old transfer still drains
     world.run_until(world.idle)
     world.check_answer("a")
@@ -152,7 +105,7 @@ def test_cancel_at_every_boundary(world: World, reach: Callable[[World], None], 
 
 
 @pytest.mark.clause("C5.1", "C5.2")
-def test_memory_is_held_while_a_chunk_is_on_the_wire(world: World) -> None:
+def test_memory_is_held_while_a_chunk_is_on_the_wire(world: Deployment) -> None:
     """Field failure 1: neither side gives a block away until the wire and the device are quiet."""
     world.submit("a", REQUEST)
     reach_computing(world)
@@ -161,25 +114,25 @@ def test_memory_is_held_while_a_chunk_is_on_the_wire(world: World) -> None:
     assert (world.p, world.d) == (SourcePhase.DRAINING, DestinationPhase.HELD)
     used = [world.seats[name].engine.statistics()["blocks_used"] for name in ("prefill-0", "decode-0")]
     assert min(used) > 0
-    world.run_device = True
+    world.let_go()
     world.run_until(world.idle)
     world.finish()
 
 
 @pytest.mark.clause("C6.4", "C5.2")
 def test_a_revocable_transport_frees_the_destination_without_its_writer() -> None:
-    world = World(revocable=True)
+    world = open_world(revocable=True)
     world.submit("a", REQUEST)
     reach_computing(world)
     world.abort("a")
     world.settle()
     assert (world.p, world.d) == (SourcePhase.DRAINING, None)
-    world.run_device = True
+    world.let_go()
     world.finish()
 
 
 @pytest.mark.clause("C4", "C2.5")
-def test_retired_is_said_after_the_engine_released(world: World) -> None:
+def test_retired_is_said_after_the_engine_released(world: Deployment) -> None:
     """RETIRED is a side that *has* released: a credit that came back earlier would promise memory that is not there."""
     world.submit("a", REQUEST)
     world.run_until(lambda: world.p is SourcePhase.COMMITTED)
@@ -194,7 +147,7 @@ def test_retired_is_said_after_the_engine_released(world: World) -> None:
 
 @pytest.mark.clause("C6.3", "C2.5")
 @pytest.mark.parametrize("where", ["compute", "import", "decode"])
-def test_one_requests_fault_ends_that_request_only(world: World, where: str) -> None:
+def test_one_requests_fault_ends_that_request_only(world: Deployment, where: str) -> None:
     good = world.submit("good", Request(tuple(range(50, 70)), SamplingParams(max_tokens=3)))
     bad = world.submit("bad", REQUEST)
     engine = world.seats["prefill-0" if where == "compute" else "decode-0"].engine
@@ -208,14 +161,14 @@ def test_one_requests_fault_ends_that_request_only(world: World, where: str) -> 
 
 
 @pytest.mark.clause("C2.6")
-def test_a_refusal_in_spite_of_credits_waits_again_with_its_age(world: World) -> None:
+def test_a_refusal_in_spite_of_credits_waits_again_with_its_age(world: Deployment) -> None:
     refusals = iter(["not now", "not now"])
     world.seats["decode-0"].engine.refuse = lambda admission: next(refusals, None)
     answer = world.submit("a", REQUEST)
     world.run_until(lambda: answer.requeued == 1)
-    world.fake.now += 10
+    world.advance(10)
     world.run_until(lambda: answer.requeued == 2)
-    world.fake.now += 10
+    world.advance(10)
     world.run_until(world.idle)
     world.check_answer("a")
     assert len(set(answer.transfers)) == 3, "each attempt is a generation of its own (C1.2)"
@@ -224,12 +177,12 @@ def test_a_refusal_in_spite_of_credits_waits_again_with_its_age(world: World) ->
 
 @pytest.mark.clause("C2.6")
 def test_refusals_are_bounded() -> None:
-    world = World(limits=Limits(retries=2))
+    world = open_world(limits=Limits(retries=2))
     world.seats["decode-0"].engine.refuse = lambda admission: "never"
     answer = world.submit("a", REQUEST)
     for _ in range(5):
         world.settle()
-        world.fake.now += 10
+        world.advance(10)
     assert answer.ending.ending is fx.Ending.FAILED
     assert "never" in answer.ending.cause
     world.finish()
@@ -240,29 +193,31 @@ def test_refusals_are_bounded() -> None:
     ("name", "reach"),
     [("prefill_idle", reach_computing), ("receipts", reach_committed)],
 )
-def test_a_passed_deadline_ends_the_request_and_keeps_the_memory(name: str, reach: Callable[[World], None]) -> None:
-    world = World(deadlines=Deadlines(prefill_start=60, prefill_idle=60, receipts=10))
+def test_a_passed_deadline_ends_the_request_and_keeps_the_memory(
+    name: str, reach: Callable[[Deployment], None]
+) -> None:
+    world = open_world(deadlines=Deadlines(prefill_start=60, prefill_idle=60, receipts=10))
     answer = world.submit("a", REQUEST)
     reach(world)
-    begin_all(world)
+    world.begin()
     world.settle()
     assert not answer.ended
-    world.fake.now += 70 if name == "prefill_idle" else 15
+    world.advance(70 if name == "prefill_idle" else 15)
     world.settle()
     assert answer.ending.ending is fx.Ending.FAILED
     assert f"deadline.{name}" in answer.ending.cause
     assert world.d is DestinationPhase.HELD
-    world.flow = world.run_device = True
+    world.let_go()
     world.finish()
 
 
 @pytest.mark.clause("T8", "C6.1", "C6.4")
-def test_a_chunk_past_its_deadline_is_quarantined_until_it_ends(world: World) -> None:
+def test_a_chunk_past_its_deadline_is_quarantined_until_it_ends(world: Deployment) -> None:
     """Field failure 5: timed out is not terminal."""
     answer = world.submit("a", REQUEST)
     reach_committed(world)
-    begin_all(world)
-    world.fake.now += 31
+    world.begin()
+    world.advance(31)
     world.settle()
     assert answer.ending.ending is fx.Ending.FAILED
     assert world.seats["prefill-0"].guard.statistics()["quarantined_bytes"] > 0
@@ -276,13 +231,13 @@ def test_a_chunk_past_its_deadline_is_quarantined_until_it_ends(world: World) ->
 
 @pytest.mark.clause("C6.4", "C2.5")
 @pytest.mark.parametrize("reach", [b[1] for b in BOUNDARIES[1:5]], ids=[b[0] for b in BOUNDARIES[1:5]])
-def test_a_dead_prefill_stage_costs_its_transfers_only(world: World, reach: Callable[[World], None]) -> None:
+def test_a_dead_prefill_stage_costs_its_transfers_only(world: Deployment, reach: Callable[[Deployment], None]) -> None:
     answer = world.submit("a", REQUEST)
     reach(world)
     world.crash("prefill-0")
     assert answer.ending.ending is fx.Ending.FAILED
     assert "killed by the test" in answer.ending.cause
-    world.flow = world.run_device = True
+    world.let_go()
     world.run_until(world.idle)
     assert world.d is None
     world.add_stage("prefill-0", Role.PREFILL)
@@ -295,12 +250,12 @@ def test_a_dead_prefill_stage_costs_its_transfers_only(world: World, reach: Call
 
 @pytest.mark.clause("C6.4", "C2.5")
 @pytest.mark.parametrize("reach", [b[1] for b in BOUNDARIES[1:]], ids=[b[0] for b in BOUNDARIES[1:]])
-def test_a_dead_decode_stage_costs_its_transfers_only(world: World, reach: Callable[[World], None]) -> None:
+def test_a_dead_decode_stage_costs_its_transfers_only(world: Deployment, reach: Callable[[Deployment], None]) -> None:
     answer = world.submit("a", REQUEST)
     reach(world)
     world.crash("decode-0")
     assert answer.ending.ending is fx.Ending.FAILED
-    world.flow = world.run_device = True
+    world.let_go()
     world.run_until(world.idle)
     assert world.p is None
     world.add_stage("decode-0", Role.DECODE)
@@ -312,7 +267,7 @@ def test_a_dead_decode_stage_costs_its_transfers_only(world: World, reach: Calla
 
 
 @pytest.mark.clause("C6.6")
-def test_stages_whose_coordinator_is_gone_drain_and_end(world: World) -> None:
+def test_stages_whose_coordinator_is_gone_drain_and_end(world: Deployment) -> None:
     world.submit("a", REQUEST)
     reach_committed(world)
     for seat in world.seats.values():
@@ -328,15 +283,15 @@ def test_stages_whose_coordinator_is_gone_drain_and_end(world: World) -> None:
 
 
 @pytest.mark.clause("C6.6", "C6.7")
-def test_a_stage_that_cannot_drain_says_what_it_held(world: World) -> None:
+def test_a_stage_that_cannot_drain_says_what_it_held(world: Deployment) -> None:
     world.submit("a", REQUEST)
     reach_committed(world)
-    begin_all(world)
+    world.begin()
     for seat in world.seats.values():
         seat.stage.channel.sever("the coordinator's process is gone")
     world.settle()
     assert not world.seats["prefill-0"].stage.ended
-    world.fake.now += 6
+    world.advance(6)
     world.settle()
     outcome = world.seats["prefill-0"].stage.outcome
     assert outcome is not None
@@ -346,7 +301,7 @@ def test_a_stage_that_cannot_drain_says_what_it_held(world: World) -> None:
 
 
 @pytest.mark.clause("C6.3")
-def test_an_engine_that_raises_in_a_step_ends_its_stage(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_raises_in_a_step_ends_its_stage(world: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Sequence[StepOutput]:
         raise RuntimeError("the device fell off")
 
@@ -362,7 +317,7 @@ def test_an_engine_that_raises_in_a_step_ends_its_stage(world: World, monkeypatc
 
 
 @pytest.mark.clause("C9.2", "C1.5")
-def test_generic_control_answers_and_disturbs_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generic_control_answers_and_disturbs_nothing(world: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     replies: list[Reply] = []
     world.submit("a", REQUEST)
     reach_posted(world)
@@ -391,7 +346,7 @@ def test_generic_control_answers_and_disturbs_nothing(world: World, monkeypatch:
 @pytest.mark.clause("C3.3", "C3.4")
 def test_unequal_prefixes_and_a_full_hit_send_only_what_is_missing() -> None:
     """D's valid prefix is skipped, what only P had cached is sent, and a full hit still sends the final payload."""
-    world = World(layouts={Role.PREFILL: ScriptedLayout(blocks=96), Role.DECODE: ScriptedLayout(blocks=80, gap=3)})
+    world = open_world(layouts={Role.PREFILL: ScriptedLayout(blocks=96), Role.DECODE: ScriptedLayout(blocks=80, gap=3)})
     first = Request(tuple(range(16)), SamplingParams(max_tokens=2))
     world.submit("a", first)
     world.run_until(world.idle)
@@ -410,4 +365,179 @@ def test_unequal_prefixes_and_a_full_hit_send_only_what_is_missing() -> None:
     assert whole == sent
     for key in ("a", "b", "c"):
         world.check_answer(key)
+    world.finish()
+
+
+# -- back-pressure, effects and revocations ----------------------------------------------------------------------------
+
+LONG = Request(tuple(range(1000, 1150)), SamplingParams(max_tokens=3))
+
+
+@pytest.mark.clause("T6")
+def test_a_frozen_destination_pauses_its_own_requests_only() -> None:
+    """One P, two D.  So much is computed for one D, which takes nothing, that the engine is to pause: for that D."""
+    layouts = {Role.PREFILL: ScriptedLayout(blocks=300), Role.DECODE: ScriptedLayout(blocks=200)}
+    world = open_world(decode=2, layouts=layouts, settings={"transfer.inflight_bytes": 4096})
+    p = world.seats["prefill-0"]
+    stuck = world.submit("stuck", LONG)
+    world.run_until(lambda: bool(stuck.transfers))
+    p.gate.hold("completions")
+    p.gate.of = lambda transfer: transfer == stuck.transfer
+    world.settle()
+    assert not p.engine.has_work(), "the engine pauses"
+    other = world.submit("other", Request(tuple(range(2000, 2150)), SamplingParams(max_tokens=3)))
+    world.run_until(lambda: other.ended)
+    assert not stuck.ended
+    assert not p.engine.has_work(), "the first one's pause goes on"
+    world.let_go()
+    world.run_until(world.idle)
+    for key in world.answers:
+        world.check_answer(key)
+    world.finish()
+
+
+@pytest.mark.clause("T6")
+def test_a_pause_that_is_eased_while_it_begins_is_not_lost() -> None:
+    """The pump sends what was left between the engine's look at the backlog and its flag: the engine goes on."""
+    world = open_world(settings={"transfer.inflight_bytes": 4096})
+    p = world.seats["prefill-0"]
+    world.submit("a", LONG)
+    p.gate.hold("completions")
+    world.settle()
+    stage = cast(PrefillStage, p.stage)
+    (lane,) = stage._lanes.values()
+    lane.paused = False
+
+    class Eased:
+        """A backlog that shrinks, and a pump that looks at the flag, right after the first look."""
+
+        looks = 0
+
+        def __le__(self, limit: int) -> bool:
+            Eased.looks += 1
+            if Eased.looks == 1:
+                lane.backlog = 0
+                stage._submit_ready()
+                return False
+            return True
+
+    backlog, lane.backlog = lane.backlog, cast(int, Eased())
+    may = stage.can_schedule(world.answers["a"].transfer, 8)
+    eased = lane.paused
+    assert may or eased, "the engine waits, and nobody will wake it"
+    lane.backlog = backlog
+    world.let_go()
+    world.run_until(world.idle)
+    world.finish()
+
+
+@pytest.mark.clause("T12")
+def test_nothing_is_kept_of_destinations_that_have_gone() -> None:
+    world = open_world()
+    stage = cast(PrefillStage, world.seats["prefill-0"].stage)
+    for number in range(3):
+        world.submit(f"{number}", REQUEST)
+        world.run_until(world.idle)
+        world.check_answer(f"{number}")
+        assert len(stage._lanes) == 1
+        if number:  # with a transfer under way
+            world.submit("cut", LONG)
+            world.run_until(lambda: world.p is SourcePhase.PREFILLING)
+            world.seats["prefill-0"].engine_frozen = number == 2
+        world.crash("decode-0")
+        world.settle(5)
+        world.seats["prefill-0"].engine_frozen = False
+        world.run_until(lambda: not stage._lanes)
+        world.restart("decode-0")
+    world.finish()
+
+
+@pytest.mark.clause("C5.2", "C6.4")
+def test_a_revocation_is_tried_until_the_transport_can_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport says "not yet" some times: D asks again, and frees without its writer."""
+    world = open_world(revocable=True)
+    connector = world.seats["decode-0"].gate
+    revoke, asked = connector.revoke, []
+
+    def not_yet(transfer: TransferId) -> bool:
+        asked.append(transfer)
+        return len(asked) > 4 and revoke(transfer)
+
+    monkeypatch.setattr(connector, "revoke", not_yet)
+    world.submit("a", REQUEST)
+    reach_computing(world)
+    world.abort("a")
+    world.run_until(lambda: len(asked) == 4)
+    assert (world.p, world.d) == (SourcePhase.DRAINING, DestinationPhase.HELD)
+    world.run_until(lambda: world.d is None)
+    assert world.p is SourcePhase.DRAINING
+    assert len(asked) >= 5
+    world.let_go()
+    world.finish()
+
+
+@pytest.mark.clause("C5.2", "T12")
+def test_a_revocation_ends_with_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport can never promise: D is asked no more once C has released the transfer."""
+    world = open_world(revocable=True)
+    connector, asked = world.seats["decode-0"].gate, []
+    monkeypatch.setattr(connector, "revoke", lambda transfer: asked.append(transfer))
+    world.submit("a", REQUEST)
+    reach_computing(world)
+    world.abort("a")
+    world.settle(500)
+    assert 8 < len(asked) < 40, "again and again, but not at every pass"
+    world.let_go()
+    world.seats["decode-0"].engine_frozen = True  # it is over for the machine, and not yet for the engine
+    world.run_until(lambda: world.d is None)
+    asked.clear()
+    world.settle()
+    assert not asked
+    world.let_go()
+    world.finish()
+
+
+@pytest.mark.clause("C6.3", "C7.4")
+def test_what_an_effect_brings_about_comes_after_the_effects_before_it(
+    world: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grant fails: C hears that D has reserved, and then that it has failed, in that order."""
+    d = world.seats["decode-0"]
+
+    def grant(*arguments: object) -> None:
+        raise PeerLost("T7: the test says no")
+
+    monkeypatch.setattr(d.guard, "grant", grant)
+    answer = world.submit("a", REQUEST)
+    world.run_until(lambda: answer.ended)
+    assert "the test says no" in answer.ending.cause
+    told = [type(mail.message) for mail in world.mail if mail.way == "from" and mail.peer == d.peer]
+    assert told[told.index(Reserved) :][:2] == [Reserved, Failed]
+    assert not world.violations
+    monkeypatch.undo()
+    world.finish()
+
+
+@pytest.mark.clause("C9.2", "T11")
+def test_only_the_engines_figures_are_read_on_the_engines_thread(
+    world: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channel and counters are the pump's: the engine's loop reads none of them."""
+    seat = world.seats["prefill-0"]
+    turns: list[str] = []
+    on = ["pump"]
+    for owner in (seat.guard, seat.stage.channel):
+
+        def statistics(self: object, read: Callable[[], Any] = owner.statistics) -> Any:
+            turns.append(on[0])
+            return read()
+
+        monkeypatch.setattr(type(owner), "statistics", statistics)
+    seat.stage._on_message(Call("1", "s", "statistics"))
+    on[0] = "engine"
+    seat.loop.advance()
+    on[0] = "pump"
+    seat.stage.advance()
+    assert turns == ["pump", "pump"]
+    monkeypatch.undo()
     world.finish()

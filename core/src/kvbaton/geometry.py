@@ -408,7 +408,7 @@ class KVMap:
     def _ids(self, tables: tuple[Sequence[Table], Sequence[Table]], first: int, last: int) -> Offsets:
         """Block ids ``[first, last)`` of each plane's table, checked: shape ``[2, planes, blocks]``."""
         ids = np.empty((2, len(tables[0]), last - first), dtype=np.int64)
-        for side, of_planes in enumerate(tables):
+        for side, of_planes in reversed(tuple(enumerate(tables))):
             for plane, given in enumerate(of_planes):
                 table = np.asarray(given)
                 if table.ndim != 1 or len(table) < last or table.dtype.kind not in "iu":
@@ -421,7 +421,8 @@ class KVMap:
                 ids[side, plane] = table[first:last]
         wrong = ids.view(np.uint64) >= self._blocks  # negative ones are huge
         if wrong.any():
-            side, plane, at = (int(index[0]) for index in np.nonzero(wrong))
+            side = int(wrong[1].any())
+            plane, at = (int(index[0]) for index in np.nonzero(wrong[side]))
             name, bad = self.source.planes[plane].name, int(ids[side, plane, at])
             raise SegmentError(
                 f"C3.6: block {bad} in the {_SIDES[side]} table of plane {name}: there are"

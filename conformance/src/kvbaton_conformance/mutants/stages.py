@@ -37,13 +37,13 @@ add("a-stranger-endpoint-stops-the-stage", "an endpoint that cannot be decoded e
     edit(Stage._connect, "    except KvbatonError as error:\n        self._counts[\"endpoint_malformed\"]",
          "    except ZeroDivisionError as error:\n        self._counts[\"endpoint_malformed\"]"))  # fmt: skip
 add("fences-are-not-passed-on", "the connector is not told that a peer's process was joined", "C6.4 T8",
-    edit(Stage._run, "                self.guard.fenced(peer)\n                self.guard.disconnect(peer)\n",
-         "                self.guard.disconnect(peer)\n"))  # fmt: skip
+    edit(Stage._carry_out, "            self.guard.fenced(peer)\n            self.guard.disconnect(peer)\n",
+         "            self.guard.disconnect(peer)\n"))  # fmt: skip
 add("ends-are-not-closed", "the connection to a joined peer is not closed", "C6.4 C5.2",
-    edit(Stage._run, "                self.guard.fenced(peer)\n                self.guard.disconnect(peer)\n",
-         "                pass\n"))  # fmt: skip
+    edit(Stage._carry_out, "            self.guard.fenced(peer)\n            self.guard.disconnect(peer)\n",
+         "            pass\n"))  # fmt: skip
 add("grants-are-not-given-back", "the transport is not told that a transfer is over", "T12 C2.5",
-    edit(Stage._run, "                self.guard.forget(transfer)\n", ""))  # fmt: skip
+    edit(Stage._carry_out, "            self.guard.forget(transfer)\n", ""))  # fmt: skip
 add("acknowledgements-are-not-passed-on", "the source's connector is not told that D has received", "C4.1 T12",
     edit(P._on_role_effect, "            self.guard.acknowledge(transfer)\n", "            pass\n"))  # fmt: skip
 add("cancels-are-not-passed-on", "the transport goes on with the queued chunks of a cancelled transfer", "T9",
@@ -52,14 +52,14 @@ add("one-peer-blocks-all", "chunks of all peers wait in one line", "T6",
     edit(P._submit_ready, "        peers = [peer for peer in peers if self._submit_next(peer)]\n",
          "        peers = peers if self._submit_next(peers[0]) else []\n"))  # fmt: skip
 add("back-pressure-is-not-passed-on", "the engine computes on although nothing is sent", "T6",
-    edit(P.can_schedule, "if self._backlog <= self._backlog_limit:", "if True:"))  # fmt: skip
+    edit(P.can_schedule, "if state is None or state.lane.backlog <= self._backlog_limit:", "if True:"))  # fmt: skip
 add("a-backlog-leaks", "chunks of cancelled transfers count as backlog for ever", "T6 T12",
-    edit(P._drop_chunks, "        self._backlog -= sum(chunk.nbytes for chunk in state.chunks.values())\n", ""))  # fmt: skip
+    edit(P._drop_chunks, "        state.lane.backlog -= sum(chunk.nbytes for chunk in state.chunks.values())\n", ""))  # fmt: skip
 add("revocations-are-not-tried", "D waits for its writer although the transport could fence the transfer", "C5.2 C6.4",
-    edit(D._on_role_effect, "if self.guard.capabilities.revocable and self.guard.revoke(transfer):", "if False:"))  # fmt: skip
+    edit(D._on_role_effect, "if self.guard.capabilities.revocable:", "if False:"))  # fmt: skip
 add("a-revocation-is-taken-for-granted", "D frees although the transport has not promised it", "C5.2",
-    edit(D._on_role_effect, "self.guard.capabilities.revocable and self.guard.revoke(transfer):",
-         "self.guard.capabilities.revocable and (self.guard.revoke(transfer) or True):"))  # fmt: skip
+    edit(D._revoke, "elif attempts.due() and self.guard.revoke(transfer):",
+         "elif attempts.due() and (self.guard.revoke(transfer) or True):"))  # fmt: skip
 add("granted-too-little", "D grants the prompt's KV without the final payload", "C2.2 C5.2",
     edit(D._granted, "return kv.concat(self._geometry.final_segment(reservation.final_slot))", "return kv"))  # fmt: skip
 add("tokens-are-lost", "the last output of a request is not sent", "A1 C7.1",
@@ -94,14 +94,14 @@ add("the-final-payload-is-not-sent", "the hidden state stays on P", "C3.4 A1",
 add("a-cached-prompt-sends-nothing", "a prompt that D has whole gets no chunk", "C3.4 A1",
     edit(ChunkPlanner.plan, "if computed.last and not batches:", "if False:"))  # fmt: skip
 add("ds-prefix-is-sent-again", "D's valid prefix is overwritten", "C3.3 C3.2",
-    edit(ChunkPlanner.begin, "reservation.arrays(), reservation.valid)", "reservation.arrays(), 0)"))  # fmt: skip
+    edit(ChunkPlanner.begin, "reservation, tables, valid)", "reservation, tables, 0)"))  # fmt: skip
 add("the-unused-tail-is-sent", "the tail of a partial block travels", "C3.1 C3.2 C5.2",
     edit(ChunkPlanner.plan, "    if end > start:\n",
          "    if computed.last and end > start:\n"
          "        end = -(-end // self._geometry.block_tokens) * self._geometry.block_tokens\n    if end > start:\n"))  # fmt: skip
 add("a-range-is-sent-twice", "the last block is written by two chunks", "C3.2",
-    edit(ChunkPlanner.plan, "        plan.sent = end\n",
-         "        plan.sent = max(end - self._geometry.block_tokens, 0) if not computed.last else end\n"))  # fmt: skip
+    edit(ChunkPlanner.plan, "    plan.sent = end\n",
+         "    plan.sent = max(end - self._geometry.block_tokens, 0) if not computed.last else end\n"))  # fmt: skip
 add("the-first-block-is-forgotten", "the first block of a request is never sent", "C3.2 A1",
     edit(ChunkPlanner.plan, "start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)",
          "start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)\n"

@@ -7,6 +7,7 @@ the request like any other from then on.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from kvbaton import messages
@@ -16,11 +17,15 @@ from kvbaton.errors import KvbatonError
 from kvbaton.geometry import KVGeometry, KVMap
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.destination import Destination
+from kvbaton.handoff.table import DestinationPhase
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.reservation import Reservation
 from kvbaton.segments import Segments
 from kvbaton.stage import engine_loop as loop
 from kvbaton.stage.stage import Stage
+
+#: A pass while anything is granted takes half a millisecond at most, if nothing happens.
+MAX_PASSES_BETWEEN_REVOCATIONS = 64
 
 
 class DecodeStage(Stage):
@@ -35,6 +40,8 @@ class DecodeStage(Stage):
         self._geometry = geometry
         self._map = KVMap(geometry, geometry)
         self._prompts: dict[TransferId, int] = {}
+        #: HELD, and the transport could not promise yet that nothing of it is written any more.
+        self._revoking: dict[TransferId, _Attempts] = {}
 
     # -- coordinator -------------------------------------------------------------------------------------------------
 
@@ -106,15 +113,30 @@ class DecodeStage(Stage):
                 try:
                     self.guard.grant(transfer, source, self._granted(reservation))
                 except KvbatonError as error:
-                    # told after the Reserved that is on its way, or C would hear of a failure before its time
-                    self._reports.append(loop.CommandFailed(transfer, error))
+                    self._fail(transfer, error)  # C hears of it after the Reserved, which is next in line
             case fx.Import(transfer, valid):
                 self._post_command(loop.Import(transfer, valid, self.machine.begin_import))
             case fx.Revoke(transfer):
-                if self.guard.capabilities.revocable and self.guard.revoke(transfer):
-                    self._run(self.machine.revoked(transfer))
+                if self.guard.capabilities.revocable:
+                    self._revoking[transfer] = _Attempts()
+                    self._revoke(transfer)
             case _:
                 raise TypeError(f"a destination machine has no effect {effect!r}")
+
+    def _progress(self) -> bool:
+        waiting = tuple(self._revoking)
+        for transfer in waiting:
+            self._revoke(transfer)
+        return len(self._revoking) < len(waiting)
+
+    def _revoke(self, transfer: TransferId) -> None:
+        """Try until it is revoked or nobody waits for it: released by C, its writer fenced, or this stage ended."""
+        attempts = self._revoking[transfer]
+        if self.machine.phase(transfer) is not DestinationPhase.HELD:
+            del self._revoking[transfer]
+        elif attempts.due() and self.guard.revoke(transfer):
+            del self._revoking[transfer]
+            self._run(self.machine.revoked(transfer))
 
     def _granted(self, reservation: Reservation) -> Segments:
         """Every byte that the source may write: the prompt's KV behind the valid prefix, and the final payload."""
@@ -125,3 +147,19 @@ class DecodeStage(Stage):
 
     def _forget(self, transfer: TransferId) -> None:
         self._prompts.pop(transfer, None)
+        self._revoking.pop(transfer, None)
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """At once, after one more pass, after two more, four, and so on: what is stuck must not cost every pass."""
+
+    passes: int = 0
+    next: int = 0
+
+    def due(self) -> bool:
+        due = self.passes >= self.next
+        if due:
+            self.next = self.passes + min(self.passes + 1, MAX_PASSES_BETWEEN_REVOCATIONS)
+        self.passes += 1
+        return due

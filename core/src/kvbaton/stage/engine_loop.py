@@ -8,7 +8,6 @@ order is what makes cross-thread ownership simple: a block that is released and 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,7 +193,6 @@ class EngineLoop:
         self._since: float | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._broken = False
-        self.ended = threading.Event()
         engine.attach(_Callbacks(report, can_schedule))
 
     def post(self, command: Command) -> None:
@@ -206,12 +204,9 @@ class EngineLoop:
         return 0.0 if since is None else self._clock() - since
 
     def run(self) -> None:
-        try:
-            while self._drain():
-                if self._has_work():
-                    self._step()
-        finally:
-            self.ended.set()
+        while self._drain():
+            if self._has_work():
+                self._step()
 
     def advance(self) -> bool:
         """One turn without waiting, for tests and simulators that have no threads: whether anything was done."""

@@ -46,21 +46,34 @@ class ChunkPlanner:
         self._geometry = geometry
         self._limits = limits
         self._maps: dict[PeerId, KVMap] = {}
+        #: Of each peer's cache onto itself: what is asked of its tables alone.
+        self._targets: dict[PeerId, KVMap] = {}
         self._plans: dict[TransferId, _Plan] = {}
 
     def peer_up(self, peer: PeerId, geometry: KVGeometry) -> None:
         """``peer`` holds its KV in ``geometry``, which was found compatible."""
         self._maps[peer] = KVMap(self._geometry, geometry)
+        self._targets[peer] = KVMap(geometry, geometry)
 
     def peer_down(self, peer: PeerId) -> None:
         self._maps.pop(peer, None)
+        self._targets.pop(peer, None)
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self._maps
 
-    def begin(self, transfer: TransferId, peer: PeerId, reservation: Reservation) -> None:
-        """A transfer to ``peer`` starts: D's valid prefix counts as sent (C3.3)."""
-        self._plans[transfer] = _Plan(self._maps[peer], peer, reservation, reservation.arrays(), reservation.valid)
+    def begin(self, transfer: TransferId, peer: PeerId, reservation: Reservation, tokens: int) -> None:
+        """A transfer of ``tokens`` prompt tokens to ``peer`` starts: D's valid prefix counts as sent (C3.3).
+
+        Raises :class:`~kvbaton.errors.SegmentError` for tables that are too short, that name blocks or a final slot
+        which ``peer`` does not have, or that name a block twice.  Later ranges are planned one by one, so only here can
+        it be seen that two of them would write the same bytes (C3.2).
+        """
+        tables, valid = reservation.arrays(), reservation.valid
+        if valid < tokens:
+            self._targets[peer].plan(tables, tables, valid, tokens)
+        self._maps[peer].destination.final_segment(reservation.final_slot)
+        self._plans[transfer] = _Plan(self._maps[peer], peer, reservation, tables, valid)
 
     def plan(self, computed: ComputedRange) -> list[Chunk]:
         """The chunks of one reported range, in sequence; empty where the range only extends an unfinished block.
@@ -68,6 +81,8 @@ class ChunkPlanner:
         The unfinished block is held back until the last range, because whole blocks are one segment over all layers and
         partial ones are one per layer.  The last range always gives at least one chunk: the final payload's, which
         may be empty (C3.4).  Unknown or finished transfer: nothing.
+
+        Raises :class:`~kvbaton.errors.SegmentError` for a range that cannot be sent; then nothing of it was planned.
         """
         plan = self._plans.get(computed.transfer)
         if plan is None or plan.finished:
@@ -75,11 +90,9 @@ class ChunkPlanner:
         start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)
         if end > start:
             source, target = plan.map.plan(computed.tables, plan.targets, start, end)
-            plan.sent = end
         else:
             source, target = Segments.empty(), Segments.empty()
         if computed.last:
-            plan.finished = True
             source = source.concat(self._geometry.final_segment(computed.final_slot))
             target = target.concat(plan.map.destination.final_segment(plan.reservation.final_slot))
             source, target = coalesce(source, target)
@@ -87,6 +100,8 @@ class ChunkPlanner:
         batches = split(source, target, limits.max_bytes, limits.max_segments, alignment=limits.alignment)
         if computed.last and not batches:
             batches = [(Segments.empty(), Segments.empty())]
+        plan.sent = end
+        plan.finished = computed.last
         chunks = []
         for batch, goal in batches:
             nbytes = batch.nbytes

@@ -16,21 +16,36 @@ import msgspec
 
 from kvbaton import messages
 from kvbaton.connector import Chunk, DeviceEvent, Endpoint, Outcome, Progress
-from kvbaton.engine import Admission, ComputedRange, Role
+from kvbaton.engine import Admission, ComputedRange, Request, Role
 from kvbaton.errors import KvbatonError
 from kvbaton.geometry import KVGeometry
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.source import Source
 from kvbaton.identity import PeerId, TransferId
+from kvbaton.reservation import Reservation
 from kvbaton.stage import engine_loop as loop
 from kvbaton.stage.planner import ChunkPlanner
 from kvbaton.stage.stage import HANDLE_DONE, Stage
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What goes to one destination: a frozen one holds up its own requests and nobody else's (T6)."""
+
+    peer: PeerId
+    #: Chunks that only wait for room in the transport.
+    ready: deque[Chunk] = field(default_factory=deque)
+    #: Bytes computed and not yet submitted.
+    backlog: int = 0
+    #: The engine was told to pause, and has not been told that it may go on.
+    paused: bool = False
 
 
 @dataclass(slots=True)
 class _Transfer:
     """Chunks between plan and submission."""
 
+    lane: _Lane
     #: Device events in launch order, each with the chunks that were planned with it.  A chunk may carry tokens held
     #: back from earlier ranges, so it is ready only when every earlier event is.
     computing: deque[tuple[DeviceEvent | None, tuple[int, ...]]] = field(default_factory=deque)
@@ -40,8 +55,8 @@ class _Transfer:
 
 
 class PrefillStage(Stage):
-    """See the module's text.  ``backlog_bytes``: computed and not yet submitted; beyond it the engine is asked to
-    pause."""
+    """See the module's text.  ``backlog_bytes``: computed for one destination and not yet submitted; beyond it the
+    engine is asked to pause the requests that go there."""
 
     role = Role.PREFILL
     machine: Source
@@ -51,18 +66,19 @@ class PrefillStage(Stage):
         self.machine = Source()
         self._planner = planner
         self._backlog_limit = backlog_bytes
-        self._backlog = 0
         self._transfers: dict[TransferId, _Transfer] = {}
         self._waiting: set[TransferId] = set()  # have unfinished device events
-        self._ready: dict[PeerId, deque[Chunk]] = {}
-        self._paused = False
+        self._lanes: dict[PeerId, _Lane] = {}
 
     def can_schedule(self, transfer: TransferId, tokens: int) -> bool:
         """Advisory; reads a snapshot, from the engine thread."""
-        if self._backlog <= self._backlog_limit:
+        state = self._transfers.get(transfer)
+        if state is None or state.lane.backlog <= self._backlog_limit:
             return True
-        self._paused = True
-        return False
+        # first the flag, then the look that counts: the pump shrinks the backlog first and then looks at the flag,
+        # so whichever is later, the engine goes on or is nudged
+        state.lane.paused = True
+        return state.lane.backlog <= self._backlog_limit
 
     # -- coordinator -------------------------------------------------------------------------------------------------
 
@@ -86,6 +102,7 @@ class PrefillStage(Stage):
 
     def _peer_gone(self, peer: PeerId) -> None:
         self._planner.peer_down(peer)
+        self._drop_lane(peer)
 
     # -- engine ------------------------------------------------------------------------------------------------------
 
@@ -115,12 +132,12 @@ class PrefillStage(Stage):
             return self.machine.engine_failed(
                 transfer, f"C3.6: the engine reported a range that cannot be sent: {error}"
             )
-        state = self._transfers.setdefault(transfer, _Transfer())
+        state = self._transfers[transfer]
         state.cached = max(state.cached, computed.cached)
         state.computing.append((computed.ready, tuple(chunk.sequence for chunk in chunks)))
         for chunk in chunks:
             state.chunks[chunk.sequence] = chunk
-            self._backlog += chunk.nbytes
+            state.lane.backlog += chunk.nbytes
         effects: list[fx.Effect] = list(self.machine.computed(transfer, len(chunks), computed.last))
         self._waiting.add(transfer)
         effects += self._advance_device(transfer)
@@ -163,18 +180,19 @@ class PrefillStage(Stage):
     def _submit_ready(self) -> bool:
         """Offer ready chunks, one per peer in turn, until nobody's is taken."""
         busy = False
-        peers = [peer for peer, queue in self._ready.items() if queue]
+        peers = [peer for peer, lane in self._lanes.items() if lane.ready]
         while peers:
             peers = [peer for peer in peers if self._submit_next(peer)]
             busy = busy or bool(peers)
-        if self._paused and self._backlog <= self._backlog_limit:
-            self._paused = False
-            self._post_command(loop.Nudge())
+        for lane in self._lanes.values():
+            if lane.paused and lane.backlog <= self._backlog_limit:
+                lane.paused = False
+                self._post_command(loop.Nudge())
         return busy
 
     def _submit_next(self, peer: PeerId) -> bool:
         """Whether this peer's next chunk was taken and another waits."""
-        queue = self._ready[peer]
+        queue = self._lanes[peer].ready
         while queue:
             chunk = queue[0]
             if not self.machine.may_submit(chunk.transfer, chunk.sequence):  # T9
@@ -185,7 +203,7 @@ class PrefillStage(Stage):
             except KvbatonError as error:
                 queue.popleft()
                 self._drop_chunk(chunk)
-                self._run(self.machine.engine_failed(chunk.transfer, str(error)))
+                self._fail(chunk.transfer, error)
                 continue
             if not accepted:
                 return False
@@ -193,30 +211,25 @@ class PrefillStage(Stage):
             self._drop_chunk(chunk)
             self._run(self.machine.submitted(chunk.transfer, chunk.sequence))
             return bool(queue)
-        del self._ready[peer]
         return False
 
     def _drop_chunk(self, chunk: Chunk) -> None:
         state = self._transfers.get(chunk.transfer)
         if state is not None and state.chunks.pop(chunk.sequence, None) is not None:
-            self._backlog -= chunk.nbytes
+            state.lane.backlog -= chunk.nbytes
 
     def _has_pending(self) -> bool:
-        return bool(self._waiting) or any(self._ready.values())
+        return bool(self._waiting) or any(lane.ready for lane in self._lanes.values())
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
     def _on_role_effect(self, effect: fx.Effect) -> None:
         match effect:
             case fx.Compute(transfer, request, reservation, destination):
-                if not self._planner.knows(destination):
-                    self._run(self.machine.refused(transfer, f"T2: {destination} is not connected"))
-                    return
-                self._planner.begin(transfer, destination, reservation)
-                self._post_command(loop.Admit(Admission(transfer, request, reservation.valid)))
+                self._compute(transfer, request, reservation, destination)
             case fx.Post(transfer, sequence):
-                chunk = self._transfers[transfer].chunks[sequence]
-                self._ready.setdefault(chunk.peer, deque()).append(chunk)
+                state = self._transfers[transfer]
+                state.lane.ready.append(state.chunks[sequence])
             case fx.CancelChunks(transfer):
                 self._drop_chunks(transfer)
                 self.guard.cancel(transfer)
@@ -227,17 +240,37 @@ class PrefillStage(Stage):
             case _:
                 raise TypeError(f"a source machine has no effect {effect!r}")
 
+    def _compute(self, transfer: TransferId, request: Request, reservation: Reservation, destination: PeerId) -> None:
+        if not self._planner.knows(destination):
+            self._run(self.machine.refused(transfer, f"T2: {destination} is not connected"))
+            return
+        try:
+            self._planner.begin(transfer, destination, reservation, len(request.prompt))
+        except KvbatonError as error:
+            self._run(self.machine.refused(transfer, f"{destination} reserved what cannot be sent to: {error}"))
+            return
+        # before the engine hears of it: it asks can_schedule from its own thread
+        self._transfers[transfer] = _Transfer(self._lanes.setdefault(destination, _Lane(destination)))
+        self._post_command(loop.Admit(Admission(transfer, request, reservation.valid)))
+
     def _drop_chunks(self, transfer: TransferId) -> None:
         state = self._transfers.get(transfer)
         if state is not None:
-            self._backlog -= sum(chunk.nbytes for chunk in state.chunks.values())
+            state.lane.backlog -= sum(chunk.nbytes for chunk in state.chunks.values())
             state.chunks.clear()
+
+    def _drop_lane(self, peer: PeerId) -> None:
+        """Nothing is kept of a destination that is gone and that no transfer goes to (T12)."""
+        if not self._planner.knows(peer) and not any(s.lane.peer == peer for s in self._transfers.values()):
+            self._lanes.pop(peer, None)
 
     def _forget(self, transfer: TransferId) -> None:
         self._drop_chunks(transfer)
-        self._transfers.pop(transfer, None)
+        state = self._transfers.pop(transfer, None)
         self._waiting.discard(transfer)
         self._planner.forget(transfer)
+        if state is not None:
+            self._drop_lane(state.lane.peer)
 
     def _committed(self, message: messages.Commit) -> messages.Commit:
         segments, nbytes = self._planner.totals(message.transfer)

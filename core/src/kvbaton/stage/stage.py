@@ -79,6 +79,9 @@ class Stage(ABC):
         self._reports: deque[loop.Report | _Answer] = deque()
         #: Seconds that the engine's thread has been in one step or command; set where the two are joined.
         self.engine_age: Callable[[], float] = lambda: 0.0
+        #: Effects that are still to be carried out, and whether that is being done.
+        self._line: deque[fx.Effect] = deque()
+        self._carrying_out = False
         self._greeted = False
         self._stop_by: float | None = None
         self._orphaned = False
@@ -235,12 +238,12 @@ class Stage(ABC):
             case loop.Released(transfer):
                 self._released(transfer)
             case loop.CommandFailed(transfer, error):
-                self._run(self.machine.engine_failed(transfer, f"C6.3: {type(error).__name__}: {error}"))
+                self._fail(transfer, error)
             case loop.EngineFailed(error):
                 self._engine_broken = True
                 self._die(f"C6.3: the engine of {self.peer} failed: {type(error).__name__}: {error}")
-            case _Answer(reply):
-                self.channel.send(reply)
+            case _Answer():
+                self._answer_statistics(report)
             case _:
                 self._run(self._on_engine(report))
 
@@ -280,38 +283,47 @@ class Stage(ABC):
 
     def _run(self, effects: Iterable[fx.Effect]) -> None:
         """Carry out effects in order; what that brings about goes to the end of the line."""
-        for effect in effects:
-            match effect:
-                case fx.Send(message):
-                    self._send(message)
-                case fx.Suspend(transfer):
-                    if self._engine_broken:
-                        self._reports.append(loop.Suspended(transfer, None))
-                    else:
-                        self._post_command(loop.Suspend(transfer))
-                case fx.Free(transfer):
-                    self.guard.forget(transfer)
-                    self._releasing[transfer] = None
-                    self._post_command(loop.Release(transfer))
-                case fx.DisconnectPeer(peer):
-                    self.guard.fenced(peer)
-                    self.guard.disconnect(peer)
-                case fx.Milestone(transfer, name):
-                    self._mark(transfer, name)
-                case fx.Fault(transfer, cause):
-                    self._counts["faults"] += 1
-                    # the coordinator hears of it, and the caller from there
-                    _log.info("%s: %s%s", self.peer, cause, f" (transfer {transfer})" if transfer else "")
-                case fx.Ignored(_, event, reason):
-                    self._counts["ignored"] += 1
-                    _log.debug("%s: ignored %s: %s", self.peer, event, reason)
-                case fx.Violation(clause, transfer, peer, text):
-                    self._counts[f"violations_{clause}"] += 1
-                    _log.error(
-                        "%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer
-                    )
-                case _:
-                    self._on_role_effect(effect)
+        self._line.extend(effects)
+        if self._carrying_out:
+            return
+        self._carrying_out = True
+        try:
+            while self._line:
+                self._carry_out(self._line.popleft())
+        finally:
+            self._carrying_out = False
+
+    def _carry_out(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Send(message):
+                self._send(message)
+            case fx.Suspend(transfer):
+                if self._engine_broken:
+                    self._run(self._on_suspended(transfer))
+                else:
+                    self._post_command(loop.Suspend(transfer))
+            case fx.Free(transfer):
+                self.guard.forget(transfer)
+                self._releasing[transfer] = None
+                self._post_command(loop.Release(transfer))
+            case fx.DisconnectPeer(peer):
+                self.guard.fenced(peer)
+                self.guard.disconnect(peer)
+            case fx.Milestone(transfer, name):
+                self._mark(transfer, name)
+            case fx.Fault(transfer, cause, retained):
+                self._counts["faults"] += 1
+                # the coordinator hears of it, and the caller from there
+                held = "; memory is held until it is proven quiet" if retained else ""
+                _log.info("%s: %s%s%s", self.peer, cause, f" (transfer {transfer})" if transfer else "", held)
+            case fx.Ignored(_, event, reason):
+                self._counts["ignored"] += 1
+                _log.debug("%s: ignored %s: %s", self.peer, event, reason)
+            case fx.Violation(clause, transfer, peer, text):
+                self._counts[f"violations_{clause}"] += 1
+                _log.error("%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer)
+            case _:
+                self._on_role_effect(effect)
 
     def _send(self, message: messages.Message) -> None:
         match message:
@@ -337,7 +349,11 @@ class Stage(ABC):
             if about is None or isinstance(message, messages.Failed | messages.Retired):
                 self._die(str(error))
             else:
-                self._reports.append(loop.CommandFailed(about, error))
+                self._fail(about, error)
+
+    def _fail(self, transfer: TransferId, error: Exception) -> None:
+        """Something went wrong that is about one transfer only."""
+        self._run(self.machine.engine_failed(transfer, f"C6.3: {type(error).__name__}: {error}"))
 
     def _committed(self, message: messages.Commit) -> messages.Commit:
         return msgspec.structs.replace(message, timings=dict(self._timings.get(message.transfer, {})))
@@ -358,16 +374,11 @@ class Stage(ABC):
         match call.method:
             case "statistics":
 
-                def answer(result: Any) -> None:
-                    failed = isinstance(result, Exception)
-                    reply = messages.Reply(
-                        call.control_id, call.session_id, None if failed else result,
-                        f"{type(result).__name__}: {result}" if failed else None,
-                    )  # fmt: skip
-                    self._reports.append(_Answer(reply))
+                def answer(figures: Any) -> None:
+                    self._reports.append(_Answer(call, figures))
                     self.channel.wake()
 
-                self._post_command(loop.Query(lambda engine: self._statistics(engine.statistics()), answer))
+                self._post_command(loop.Query(lambda engine: engine.statistics(), answer))
             case "health":
                 healthy = not self._engine_broken and self._fatal is None
                 health = {"healthy": healthy, "step_seconds": self.engine_age()}  # the pump's word: an engine may hang
@@ -376,14 +387,21 @@ class Stage(ABC):
                 error = f"C9.2: no method {method!r}; there are statistics and health"
                 self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))
 
-    def _statistics(self, engine: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    def _answer_statistics(self, answer: _Answer) -> None:
+        """The engine's figures have come; the others are the pump's own, and are read on its thread."""
+        call, engine = answer.call, answer.figures
+        if isinstance(engine, Exception):
+            error = f"{type(engine).__name__}: {engine}"
+            self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))
+            return
         channel = self.channel.statistics()
         dropped = {f"dropped_{family}_{reason}": count for (family, reason), count in channel.dropped.items()}
-        return {
+        figures = {
             "engine": dict(engine),
             "transport": dict(self.guard.statistics()),
             "stage": {"transfers": len(self.machine), **self._counts, **dropped},
         }
+        self.channel.send(messages.Reply(call.control_id, call.session_id, figures))
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -429,4 +447,7 @@ class Stage(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    reply: messages.Reply
+    """What the engine said to a call for statistics: its figures, or why there are none."""
+
+    call: messages.Call
+    figures: Mapping[str, float] | Exception
