@@ -35,7 +35,7 @@ from kvbaton.errors import (
     ProtocolViolation,
     RegistrationError,
 )
-from kvbaton.identity import PeerId
+from kvbaton.identity import PeerId, TransferId
 from kvbaton_nixl import library
 from kvbaton_nixl.link import Ended, Link, LinkBroken, destroy, register
 from kvbaton_nixl.options import NixlOptions
@@ -159,8 +159,9 @@ class NixlConnector(ConnectorBase):
         regions = tuple(
             Region(region.id, region.kind, region.device, region.address, region.length) for region in self._regions
         )
-        hello = Hello(self.peer, id, lobby.secret, self._links[id].metadata, regions)
-        self._links[id].next_ping = self._clock() + self._options.heartbeat
+        link = self._links[id]
+        hello = Hello(self.peer, id, lobby.secret, link.metadata, regions, link.staging)
+        link.next_ping = self._clock() + self._options.heartbeat
         try:
             self._lobby.send_notif(name, hello.encode())
         except Exception as error:
@@ -207,6 +208,12 @@ class NixlConnector(ConnectorBase):
             self._lose(peer, PeerLost(f"T2: {peer} was disconnected before it was up", peer=peer))
         else:
             link.closing = True
+            self._finish(link.cancel(None))
+
+    def cancel(self, transfer: TransferId) -> None:
+        """A packed chunk may still wait for a slot; anything else is posted when it is accepted, and drains (T9)."""
+        for link in self._links.values():
+            self._finish(link.cancel(transfer))
 
     def fenced(self, peer: PeerId) -> None:
         """The peer's process is dead, so it writes nothing itself; with its link goes what waits in our sockets."""
@@ -259,12 +266,12 @@ class NixlConnector(ConnectorBase):
             error = PeerLost(f"T7: {chunk.peer} is not connected", peer=chunk.peer)
             self._finish([Ended(chunk, Outcome.FAILED, True, True, error)])
             return True
-        if len(link.posted) >= self._options.inflight_chunks:
+        if link.under_way >= self._options.inflight_chunks:
             return False  # T6: per peer, so that a frozen one fills only its own room
         try:
             ended = link.post(chunk)
         except LinkBroken as broken:
-            if (chunk.transfer, chunk.sequence) not in link.posted:
+            if not link.has(chunk):
                 self._finish([Ended(chunk, Outcome.FAILED, True, True, broken.cause)])
             self._lose(chunk.peer, broken.cause)
             return True
@@ -273,7 +280,7 @@ class NixlConnector(ConnectorBase):
         return True
 
     def outstanding(self) -> int:
-        return len(self._completions) + sum(len(link.posted) for link in self._links.values())
+        return len(self._completions) + sum(link.under_way for link in self._links.values())
 
     def _finish(self, ended: Sequence[Ended]) -> None:
         self._completions += [
@@ -314,8 +321,14 @@ class NixlConnector(ConnectorBase):
                     self._receipts.append(Receipt(link.peer, note.transfer, note.sequence))  # T3
                 case Kind.BYE:
                     link.heard_bye = link.closing = True
+                    self._finish(link.cancel(None))
+                case Kind.PACKED:
+                    link.arrived(note)
+                case Kind.LANDED:
+                    self._finish(link.landed_there(note))
                 case Kind.PING:
                     pass
+        self._receipts += [Receipt(link.peer, *key) for key in link.landed_here()]  # T3: scattered, by then
         if link.heard:
             self._leave_lobby(link.peer)
 
@@ -328,7 +341,7 @@ class NixlConnector(ConnectorBase):
 
     def _close_link(self, id: PeerId, link: Link) -> None:
         """A disconnection goes through when nothing of ours is under way and the peer says the same."""
-        if not link.closing or link.posted:
+        if not link.closing or link.under_way:
             return
         if not link.said_bye:
             link.said_bye = True

@@ -12,15 +12,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbaton.connector import Chunk, MemoryRegion, Outcome
+import numpy as np
+
+from kvbaton.connector import Chunk, MemoryKind, MemoryRegion, Outcome, region_lengths
 from kvbaton.errors import ProtocolViolation, SegmentError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton_nixl import library
-from kvbaton_nixl.descriptors import SPACES, AddressBook, merge
+from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows, merge
 from kvbaton_nixl.options import NixlOptions
-from kvbaton_nixl.words import Hello, Kind, Note
+from kvbaton_nixl.packing import Packer, Part, Unpacker
+from kvbaton_nixl.staging import Slots, make_mover
+from kvbaton_nixl.words import Hello, Kind, Note, Region, Staging
 
 Key = tuple[TransferId, int]
+
+#: Below this mean length segments are packed, and this large is a slot, unless options say otherwise; by kind of
+#: memory, measured (``benchmarks/p2_nixl.py``, ``benchmarks/p8_nixl_device.py``).
+PACKING_BELOW: dict[MemoryKind, int] = {"host": 8 << 10, "cuda": 1 << 20}
+STAGING_BYTES: dict[MemoryKind, int] = {"host": 1 << 20, "cuda": 16 << 20}
+#: Fewer segments than this are not worth packing.
+_FEW = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -74,10 +85,39 @@ class Link:
         self.posted: dict[Key, Posted] = {}
         self._remote = ""
         self._theirs: AddressBook | None = None
+        self._their_staging: Staging | None = None
         self._ours = AddressBook.of(regions)
+        self._options = options
+        self._below = options.packing_below or PACKING_BELOW[self._ours.kind]
+        self._slots = Slots(options.staging_slots, options.staging_bytes or STAGING_BYTES[self._ours.kind])
+        self._mover = make_mover(self._ours.kind, regions, self._slots) if options.packing != "never" else None
+        self._packer: Packer | None = None
+        self._unpacker = Unpacker(self._mover, self._slots, region_lengths(regions)) if self._mover else None
+        self._parts: list[tuple[Part, Any]] = []
         self._agent: Any = library.make_agent(name, options)
         register(self._agent, regions)
+        if self._mover is not None:
+            register(self._agent, [self._mover.region])
         self.metadata: bytes = self._agent.get_agent_metadata()
+
+    @property
+    def staging(self) -> Staging | None:
+        """Where the peer may write packed parts, if it may."""
+        if self._mover is None:
+            return None
+        memory, slots = self._mover.region, self._slots
+        address, nbytes = memory.address + slots.receiving(0), slots.count * slots.nbytes
+        return Staging(Region(0, memory.kind, memory.device, address, nbytes), slots.count, slots.nbytes)
+
+    @property
+    def under_way(self) -> int:
+        """Chunks that were posted or queued and are not done."""
+        return len(self.posted) + (len(self._packer) if self._packer is not None else 0)
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether a chunk is under way here."""
+        key = (chunk.transfer, chunk.sequence)
+        return key in self.posted or (self._packer is not None and key in self._packer)
 
     # -- the peer ----------------------------------------------------------------------------------------------------
 
@@ -94,20 +134,23 @@ class Link:
             raise LinkBroken(library.translate(error, "the hello names no agent of NIXL", self.peer)) from error
         self._remote = name.decode() if isinstance(name, bytes) else name
         self._theirs = theirs
+        self._their_staging = hello.staging
+        if self._mover is not None and hello.staging is not None:
+            self._packer = Packer(self._mover, self._slots, hello.staging.count, hello.staging.nbytes)
         self.open = True
 
-    def say(self, kind: Kind, transfer: TransferId | None = None, sequence: int = 0) -> None:
+    def say(self, kind: Kind, key: Key | None = None, body: bytes = b"") -> None:
         """Send a note that belongs to no write."""
-        note = self._note(kind, transfer, sequence)
+        note = self._note(kind, key, body)
         try:
             self._agent.send_notif(self._remote, note)
         except Exception as error:
             raise LinkBroken(library.translate(error, f"a note ({kind.name.lower()})", self.peer)) from error
 
-    def _note(self, kind: Kind, transfer: TransferId | None = None, sequence: int = 0) -> bytes:
-        if transfer is None:
+    def _note(self, kind: Kind, key: Key | None = None, body: bytes = b"") -> bytes:
+        if key is None:
             return Note(kind, self.peer.epoch, self.me.epoch).encode()
-        return Note(kind, self.peer.epoch, self.me.epoch, transfer, sequence).encode()
+        return Note(kind, self.peer.epoch, self.me.epoch, *key, body).encode()
 
     def notes(self) -> Iterator[Note]:
         """What the peer has said since the last call.  What is no note of ours, or for another epoch, is dropped and
@@ -142,32 +185,109 @@ class Link:
         """
         key = (chunk.transfer, chunk.sequence)
         if not chunk.nbytes:
-            self.say(Kind.WRITTEN, chunk.transfer, chunk.sequence)
+            self.say(Kind.WRITTEN, key)
             self.posted[key] = Posted(chunk, None)
             return None
         assert self._theirs is not None
         try:
             source, target = merge(self._ours.rows(chunk.source), self._theirs.rows(chunk.target))
-            handle = self._agent.initialize_xfer(
-                "WRITE",
-                self._agent.get_xfer_descs(source, SPACES[self._ours.kind]),
-                self._agent.get_xfer_descs(target, SPACES[self._theirs.kind]),
-                self._remote,
-                self._note(Kind.WRITTEN, chunk.transfer, chunk.sequence),
-            )
         except SegmentError as error:
             return Ended(chunk, Outcome.FAILED, True, True, error)
+        if self._packer is not None and self._packs(chunk, len(source)) and self._packer.fits(chunk):
+            self._packer.add(chunk)
+            self._post_parts()
+            return None
+        try:
+            handle = self._write(source, self._theirs.kind, target, self._note(Kind.WRITTEN, key))
         except Exception as error:
             return Ended(
                 chunk, Outcome.FAILED, True, True,
                 library.translate(error, f"chunk {chunk.sequence} was not posted", self.peer),
             )  # fmt: skip
         self.posted[key] = Posted(chunk, handle)
+        self._transfer(handle, f"posting chunk {chunk.sequence}")
+        return None
+
+    def _packs(self, chunk: Chunk, descriptors: int) -> bool:
+        match self._options.packing:
+            case "auto":
+                return descriptors >= _FEW and chunk.nbytes < self._below * descriptors
+            case choice:
+                return choice == "always"
+
+    def _write(self, source: Rows, kind: MemoryKind, target: Rows, note: bytes) -> Any:
+        return self._agent.initialize_xfer(
+            "WRITE",
+            self._agent.get_xfer_descs(source, SPACES[self._ours.kind]),
+            self._agent.get_xfer_descs(target, SPACES[kind]),
+            self._remote,
+            note,
+        )
+
+    def _transfer(self, handle: Any, what: str) -> None:
         try:
             self._agent.transfer(handle)
         except Exception as error:
-            raise LinkBroken(library.translate(error, f"posting chunk {chunk.sequence}", self.peer)) from error
-        return None
+            raise LinkBroken(library.translate(error, what, self.peer)) from error
+
+    def _post_parts(self) -> None:
+        """Gather and write packed parts while slots are free."""
+        if self._packer is None:
+            return
+        assert self._mover is not None
+        assert self._their_staging is not None
+        ours, theirs = self._mover.region, self._their_staging
+        for part in self._packer.ready():
+            source = np.array([(ours.address + self._slots.sending(part.slot), part.nbytes, ours.device)], np.uint64)
+            target = np.array(
+                [(theirs.region.address + part.theirs * theirs.nbytes, part.nbytes, theirs.region.device)], np.uint64
+            )
+            note = self._note(Kind.PACKED, (part.chunk.transfer, part.chunk.sequence), part.note)
+            what = f"posting part {part.number} of chunk {part.chunk.sequence}"
+            try:
+                handle = self._write(source, theirs.region.kind, target, note)
+            except Exception as error:
+                raise LinkBroken(library.translate(error, what, self.peer)) from error
+            self._parts.append((part, handle))
+            self._transfer(handle, what)
+
+    # -- packed parts ------------------------------------------------------------------------------------------------
+
+    def arrived(self, note: Note) -> None:
+        """A packed part has come."""
+        try:
+            if self._unpacker is None:
+                raise ProtocolViolation("C9.3", "a packed part, and we have offered no slots", peer=self.peer)
+            self._unpacker.arrived((note.transfer, note.sequence), note.body)
+        except ProtocolViolation as violation:
+            raise LinkBroken(_broken(violation, self.peer)) from violation
+
+    def landed_there(self, note: Note) -> list[Ended]:
+        """The peer has put a part of ours in its place."""
+        try:
+            if self._packer is None:
+                raise ProtocolViolation("C7.4", "a packed part has landed, and none was sent", peer=self.peer)
+            chunk = self._packer.landed((note.transfer, note.sequence), note.body)
+        except ProtocolViolation as violation:
+            raise LinkBroken(_broken(violation, self.peer)) from violation
+        return [] if chunk is None else [Ended(chunk, Outcome.DONE, True, True)]
+
+    def landed_here(self) -> list[Key]:
+        """Chunks of the peer that are complete: their last part is in its place."""
+        complete: list[Key] = []
+        if self._unpacker is not None:
+            for landing in self._unpacker.landed():
+                if landing.complete:
+                    complete.append(landing.key)
+                self.say(Kind.LANDED, landing.key, landing.body)
+        return complete
+
+    def cancel(self, transfer: TransferId | None) -> list[Ended]:
+        """Take back what has not begun, of one transfer or of all (T9)."""
+        if self._packer is None:
+            return []
+        taken = self._packer.cancel_all() if transfer is None else self._packer.cancel(transfer)
+        return [Ended(chunk, Outcome.CANCELLED, True, True) for chunk in taken]
 
     def ended(self) -> list[Ended]:
         """The writes that are done.  Every posted one is looked at: NIXL sends a write's notification when its
@@ -185,7 +305,24 @@ class Link:
                     raise LinkBroken(cause) from error
             del self.posted[key]
             done.append(Ended(one.chunk, Outcome.DONE, True, True))
+        if self._packer is not None:
+            self._look_at_parts(self._packer)
+            self._post_parts()
         return done
+
+    def _look_at_parts(self, packer: Packer) -> None:
+        still: list[tuple[Part, Any]] = []
+        for part, handle in self._parts:
+            try:
+                if self._agent.check_xfer_state(handle) != "DONE":
+                    still.append((part, handle))
+                    continue
+                handle.release()
+            except Exception as error:
+                cause = library.translate(error, f"part {part.number} of chunk {part.chunk.sequence}", self.peer)
+                raise LinkBroken(cause) from error
+            packer.written(part)
+        self._parts = still
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -193,17 +330,27 @@ class Link:
         """Destroy the agent.  What was under way has failed: its source is quiet, because nobody of ours reads it any
         more; its target is, only if the peer is dead.
         """
-        failed = [Ended(one.chunk, Outcome.FAILED, True, peer_is_dead, cause) for one in self.posted.values()]
-        for one in self.posted.values():
-            if one.handle is not None:
+        chunks = [one.chunk for one in self.posted.values()]
+        handles = [one.handle for one in self.posted.values()] + [handle for _, handle in self._parts]
+        if self._packer is not None:
+            chunks += self._packer.give_up()
+        for handle in handles:
+            if handle is not None:
                 with contextlib.suppress(Exception):  # it is under way, or its peer is gone: its agent goes next
-                    one.handle.release()
-                one.handle = None
+                    handle.release()
+        self._parts.clear()
         self.posted.clear()
         self.open = False
+        del handles
         destroy(self._agent)
         self._agent = None
-        return failed
+        if self._mover is not None:
+            self._mover.close()  # waits for copies of ours, so that what is said to be quiet is
+        return [Ended(chunk, Outcome.FAILED, True, peer_is_dead, cause) for chunk in chunks]
+
+
+def _broken(violation: ProtocolViolation, peer: PeerId) -> TransportError:
+    return TransportError(f"{violation.clause}: {peer}: {violation}", peer=peer)
 
 
 def register(agent: Any, regions: Iterable[MemoryRegion]) -> Any:

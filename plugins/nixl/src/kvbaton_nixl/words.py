@@ -31,6 +31,16 @@ class Kind(enum.IntEnum):
     PING = 2
     #: I have nothing under way to you and will post nothing more.
     BYE = 3
+    #: A part of a packed chunk is in a slot of yours; the body says which (:mod:`kvbaton_nixl.packing`).
+    PACKED = 4
+    #: A part of a packed chunk is in its place, and its slot is free again.
+    LANDED = 5
+
+
+#: Notes that have a body behind their head.
+_WITH_BODY = frozenset({Kind.PACKED, Kind.LANDED})
+#: The longest body: more segments than a chunk may have do not come in one part.
+MAX_BODY = 1 << 20
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -41,23 +51,28 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
     me: int
     transfer: TransferId = TransferId("0" * 32)
     sequence: int = 0
+    body: bytes = b""
 
     def encode(self) -> bytes:
-        return _NOTE.pack(_MAGIC, self.kind, self.you, self.me, bytes.fromhex(self.transfer), self.sequence)
+        head = _NOTE.pack(_MAGIC, self.kind, self.you, self.me, bytes.fromhex(self.transfer), self.sequence)
+        return head + self.body
 
     @classmethod
     def decode(cls, data: bytes) -> Note:
         """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
-        if len(data) != _NOTE.size:
-            raise ProtocolViolation("C9.3", f"a notification of {len(data)} bytes: ours have {_NOTE.size}")
-        magic, kind, you, me, transfer, sequence = _NOTE.unpack(data)
+        if not _NOTE.size <= len(data) <= _NOTE.size + MAX_BODY:
+            raise ProtocolViolation("C9.3", f"a notification of {len(data)} bytes: ours have {_NOTE.size} and a body")
+        magic, kind, you, me, transfer, sequence = _NOTE.unpack_from(data)
         if magic != _MAGIC:
             raise ProtocolViolation("C9.3", f"a notification that begins with {magic!r}, not {_MAGIC!r}")
         try:
             known = Kind(kind)
         except ValueError:
             raise ProtocolViolation("C9.3", f"a notification of unknown kind {kind}") from None
-        return cls(known, you, me, TransferId(transfer.hex()), sequence)
+        body = bytes(data[_NOTE.size :])
+        if bool(body) != (known in _WITH_BODY):
+            raise ProtocolViolation("C9.3", f"a notification ({known.name}) with a body of {len(body)} bytes")
+        return cls(known, you, me, TransferId(transfer.hex()), sequence, body)
 
 
 _T = TypeVar("_T")
@@ -89,6 +104,14 @@ class Lobby(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return _decode(data, cls)
 
 
+class Staging(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where packed parts are received: ``count`` slots of ``nbytes`` each, one after the other, from ``region`` on."""
+
+    region: Region
+    count: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """``me`` has made a link for ``you``: its agent, and what may be written through it."""
 
@@ -97,6 +120,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     secret: bytes
     agent: bytes
     regions: tuple[Region, ...]
+    staging: Staging | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

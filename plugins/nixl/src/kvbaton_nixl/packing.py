@@ -1,0 +1,249 @@
+"""Chunks of many short segments: gathered into a slot, written as one descriptor, scattered by the destination.
+
+A transport pays for each descriptor, whatever its size.  So a chunk whose segments are short is cut into *parts*, each
+as large as a slot, and a part travels like this::
+
+    source                                            destination
+      gather into a free slot of ours
+      WRITE it into a free slot of theirs, with a note ──▶ scatter
+                                                        LANDED: the slot is free again
+      all parts landed: DONE               ◀────────────  all parts scattered: receipt
+
+A part's slots bound what is under way, at both ends: the source uses a slot of the destination only when it knows that
+it is free.  DONE is said after the last scatter, because only then is the *target* written (T5).  A chunk that has
+begun is always finished: parts of a chunk are not taken back (T9).
+
+:class:`Packer` is the source's half and :class:`Unpacker` the destination's.  Neither knows of NIXL: they return what
+is to be posted or said, and are told what has come.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbaton.connector import Chunk, DeviceEvent
+from kvbaton.errors import ProtocolViolation, SegmentError
+from kvbaton.identity import TransferId
+from kvbaton.segments import Segments
+from kvbaton_nixl.staging import Mover, Slots
+
+Key = tuple[TransferId, int]
+
+#: What a packed part's note says behind its head: part, number of parts, slot, and bytes; then the target segments.
+_PART = struct.Struct("<IIIIQ")
+#: What LANDED says: part, slot.
+_LANDED = struct.Struct("<II")
+
+
+# -- the source ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that is to be written: from our slot to theirs, ``nbytes`` bytes, with a note behind."""
+
+    chunk: Chunk
+    number: int
+    slot: int
+    theirs: int
+    nbytes: int
+    note: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Packed:
+    chunk: Chunk
+    #: Index of the first segment of each part, and the end.
+    bounds: list[int]
+    next: int = 0
+    landed: int = 0
+
+    @property
+    def parts(self) -> int:
+        return len(self.bounds) - 1
+
+
+@dataclass(eq=False, slots=True)
+class _Gathering:
+    part: Part
+    event: DeviceEvent | None
+
+
+class Packer:
+    """The source's half: which part goes next, and when a chunk is done.
+
+    Ownership: a slot of ours is taken by :meth:`ready` and given back by :meth:`written`; a slot of theirs until
+    :meth:`landed`.
+    """
+
+    def __init__(self, mover: Mover, slots: Slots, theirs: int, theirs_nbytes: int) -> None:
+        self._mover = mover
+        self._nbytes = min(slots.nbytes, theirs_nbytes)
+        self._free = deque(range(slots.count))
+        self._theirs = deque(range(theirs))
+        self._waiting: deque[_Packed] = deque()
+        self._packed: dict[Key, _Packed] = {}
+        self._gathering: deque[_Gathering] = deque()
+        self._away: dict[int, tuple[Key, int]] = {}  # their slots, and what is in them
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._packed
+
+    def fits(self, chunk: Chunk) -> bool:
+        """Whether each segment fits a slot."""
+        return int(chunk.source.length.max(initial=0)) <= self._nbytes
+
+    def add(self, chunk: Chunk) -> None:
+        """Queue a chunk that fits."""
+        ends = np.cumsum(chunk.source.length)
+        bounds, start, before = [0], 0, 0
+        while start < len(ends):
+            start = int(np.searchsorted(ends, before + self._nbytes, side="right"))
+            bounds.append(start)
+            before = int(ends[start - 1])
+        packed = _Packed(chunk, bounds)
+        self._packed[chunk.transfer, chunk.sequence] = packed
+        self._waiting.append(packed)
+
+    def ready(self) -> Iterator[Part]:
+        """Parts that have been gathered and are to be posted now, each once."""
+        while self._waiting and self._free and self._theirs:
+            packed = self._waiting[0]
+            number, chunk = packed.next, packed.chunk
+            first, end = packed.bounds[number : number + 2]
+            slot, theirs = self._free.popleft(), self._theirs.popleft()
+            source, target = chunk.source[first:end], chunk.target[first:end]
+            nbytes = source.nbytes
+            note = _PART.pack(number, packed.parts, theirs, len(target), nbytes) + target.to_bytes()
+            self._away[theirs] = ((chunk.transfer, chunk.sequence), number)
+            event = self._mover.gather(source, slot)
+            self._gathering.append(_Gathering(Part(chunk, number, slot, theirs, nbytes, note), event))
+            packed.next += 1
+            if packed.next == packed.parts:
+                self._waiting.popleft()
+        while self._gathering and (self._gathering[0].event is None or self._gathering[0].event.query()):
+            yield self._gathering.popleft().part
+
+    def written(self, part: Part) -> None:
+        """The write of a part is done: our slot may be used again."""
+        self._free.append(part.slot)
+
+    def landed(self, key: Key, body: bytes) -> Chunk | None:
+        """The peer has put a part in its place.  Returns the chunk if that was its last.
+
+        Raises :class:`~kvbaton.errors.ProtocolViolation` for what was never sent (C7.4).
+        """
+        if len(body) != _LANDED.size:
+            raise ProtocolViolation("C9.3", f"{len(body)} bytes say that a part has landed: {_LANDED.size} are needed")
+        number, theirs = _LANDED.unpack(body)
+        if self._away.get(theirs) != (key, number):
+            raise ProtocolViolation("C7.4", f"part {number} of chunk {key} has landed in slot {theirs}, says the peer")
+        del self._away[theirs]
+        self._theirs.append(theirs)
+        packed = self._packed[key]
+        packed.landed += 1
+        if packed.landed < packed.parts:
+            return None
+        del self._packed[key]
+        return packed.chunk
+
+    def cancel(self, transfer: TransferId) -> list[Chunk]:
+        """Take back the chunks of a transfer of which nothing has begun (T9)."""
+        taken = [one.chunk for one in self._waiting if one.chunk.transfer == transfer and not one.next]
+        self._waiting = deque(one for one in self._waiting if one.next or one.chunk.transfer != transfer)
+        for chunk in taken:
+            del self._packed[chunk.transfer, chunk.sequence]
+        return taken
+
+    def cancel_all(self) -> list[Chunk]:
+        """Take back every chunk of which nothing has begun."""
+        transfers = {one.chunk.transfer for one in self._waiting}
+        return [chunk for transfer in transfers for chunk in self.cancel(transfer)]
+
+    def give_up(self) -> list[Chunk]:
+        """The link has ended: what was not done."""
+        chunks = [packed.chunk for packed in self._packed.values()]
+        self._packed.clear()
+        self._waiting.clear()
+        self._gathering.clear()
+        return chunks
+
+
+# -- the destination -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A part that has been put in its place: what to tell the source, and whether its chunk is complete."""
+
+    key: Key
+    body: bytes
+    complete: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Arriving:
+    parts: int
+    seen: set[int] = field(default_factory=set)
+    landed: int = 0
+
+
+class Unpacker:
+    """The destination's half: scatters what has come, and says so."""
+
+    def __init__(self, mover: Mover, slots: Slots, lengths: Mapping[int, int]) -> None:
+        self._mover = mover
+        self._slots = slots
+        self._lengths = lengths
+        self._arriving: dict[Key, _Arriving] = {}
+        self._scattering: deque[tuple[Key, bytes, DeviceEvent | None]] = deque()
+        self._busy: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._arriving)
+
+    def arrived(self, key: Key, body: bytes) -> None:
+        """A part is in a slot.  Everything that its note says is checked before a byte is put anywhere.
+
+        Raises :class:`~kvbaton.errors.ProtocolViolation` where it is wrong; then nothing was written.
+        """
+        try:
+            number, parts, slot, count, nbytes = _PART.unpack_from(body)
+            target = Segments.from_bytes(body[_PART.size :])
+            target.check_bounds(self._lengths, f"part {number} of chunk {key}")
+        except (struct.error, SegmentError) as error:
+            raise ProtocolViolation("C9.3", f"a packed part that cannot be: {error}") from error
+        arriving = self._arriving.get(key) or _Arriving(parts)
+        if not (
+            number < parts == arriving.parts
+            and number not in arriving.seen
+            and slot < self._slots.count
+            and slot not in self._busy
+            and len(target) == count > 0
+            and target.nbytes == nbytes <= self._slots.nbytes
+        ):
+            raise ProtocolViolation("C9.3", f"part {number} of {parts} of chunk {key} in slot {slot} cannot be")
+        self._arriving[key] = arriving
+        arriving.seen.add(number)
+        self._busy.add(slot)
+        self._scattering.append((key, _LANDED.pack(number, slot), self._mover.scatter(slot, target)))
+
+    def landed(self) -> Iterator[Landing]:
+        """What has been put in its place since the last call, each once."""
+        while self._scattering and (self._scattering[0][2] is None or self._scattering[0][2].query()):
+            key, body, _ = self._scattering.popleft()
+            self._busy.discard(_LANDED.unpack(body)[1])
+            arriving = self._arriving[key]
+            arriving.landed += 1
+            complete = arriving.landed == arriving.parts
+            if complete:
+                del self._arriving[key]
+            yield Landing(key, body, complete)

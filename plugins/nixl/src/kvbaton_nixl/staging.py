@@ -1,0 +1,88 @@
+"""Memory that short segments are packed into, in slots: a half to send from, a half to receive in.
+
+Each link has its own, so that a peer that is frozen holds its own slots and nobody else's.  What moves bytes between
+regions and slots is a *mover*, one for host memory and one for device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
+from kvbaton.segments import Segments
+from kvbaton_nixl.gathering import gather, scatter
+
+
+class Mover(Protocol):
+    """Copies between a stage's regions and the slots of one link.
+
+    Both methods return ``None`` where the copy is over, else the event that says when it will be.  Until then neither
+    the regions' bytes nor the slot may be touched by anybody else.
+    """
+
+    #: The slots, those to send from first.
+    region: MemoryRegion
+
+    def gather(self, segments: Segments, slot: int) -> DeviceEvent | None:
+        """The segments' bytes, in a row, into a slot to send from."""
+
+    def scatter(self, slot: int, segments: Segments) -> DeviceEvent | None:
+        """The bytes in a slot that was received, over the segments."""
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the memory.  Idempotent."""
+
+
+class Slots:
+    """How a link's staging memory is divided.  Bytes."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count = count
+        self.nbytes = nbytes
+
+    @property
+    def total(self) -> int:
+        """Both halves."""
+        return 2 * self.count * self.nbytes
+
+    def sending(self, slot: int) -> int:
+        """Where a slot to send from begins."""
+        return slot * self.nbytes
+
+    def receiving(self, slot: int) -> int:
+        """Where a slot to receive in begins."""
+        return (self.count + slot) * self.nbytes
+
+
+class HostMover:
+    """Copies at once, in the calling thread."""
+
+    def __init__(self, regions: Sequence[MemoryRegion], slots: Slots) -> None:
+        self._slots = slots
+        self._regions = {region.id: region.view() for region in regions}
+        self._memory = np.empty(slots.total, np.uint8)  # pages come with the first use
+        self.region = MemoryRegion.of_array(-1, self._memory)
+
+    def gather(self, segments: Segments, slot: int) -> None:
+        start = self._slots.sending(slot)
+        gather(segments, self._regions, self._memory[start : start + self._slots.nbytes])
+
+    def scatter(self, slot: int, segments: Segments) -> None:
+        start = self._slots.receiving(slot)
+        scatter(segments, self._regions, self._memory[start : start + self._slots.nbytes])
+
+    def close(self) -> None:
+        self._regions = {}
+
+
+def make_mover(kind: MemoryKind, regions: Sequence[MemoryRegion], slots: Slots) -> Mover:
+    """The mover for a kind of memory."""
+    if kind == "host":
+        return HostMover(regions, slots)
+    from kvbaton_nixl.device import DeviceMover  # needs torch and triton, which host memory does not
+
+    mover: Any = DeviceMover(regions, slots)
+    return mover  # type: ignore[no-any-return]
