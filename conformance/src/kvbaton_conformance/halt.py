@@ -2,8 +2,8 @@
 
 The engine is scripted, the connector stands behind a :class:`~kvbaton_conformance.gate.Gate`; both are plugins, so
 that stages in processes of their own are reached by name: ``engine.name = "kvbaton_conformance.halt:engine"`` and
-``transport.name = "kvbaton_conformance.halt:connector"``.  Only a request whose prompt begins with :data:`MARK` is held;
-every other one passes.
+``transport.name = "kvbaton_conformance.halt:connector"``.  Only a request whose prompt begins with :data:`MARK` is
+held; every other one passes.
 
 Stage and test speak through a folder: the stage makes a file named after the point once the request is there, and holds
 it until there is a file ``go``.  A held engine is a model step that takes long: its thread computes nothing else, while

@@ -60,8 +60,6 @@ _GRACE = 1.0
 _BEATS = 4
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
-#: How long a process that has ended takes at most to be seen: the loop may wait so long for that, and no longer.
-_EXIT_SEEN = 0.02
 
 T = TypeVar("T")
 
@@ -113,6 +111,15 @@ class _Census:
     result: dict[str, Any]
 
 
+@dataclass(slots=True, eq=False)
+class _HeldBack:
+    """What a stage says after it reported that ``about`` is down, until ``by`` or the end of ``about``."""
+
+    about: PeerId
+    by: float
+    events: deque[Received | ChannelLost]
+
+
 class Service:
     """See the module's text.  ``deliver`` is set by the runtime and called on the service's thread."""
 
@@ -159,6 +166,7 @@ class Service:
         self._dropped: Mapping[tuple[str, str], int] = {}
         #: Their channels are gone, and their ends not seen yet: until when they are waited for, and why they are lost.
         self._silent: dict[PeerId, tuple[float, str]] = {}
+        self._held_back: dict[PeerId, _HeldBack] = {}
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
         self._gone: set[PeerId] = set()  # joined, and the end looked at
@@ -408,12 +416,8 @@ class Service:
             self._channels.wait(self._nap())
             now = time.monotonic()
             exited = launcher.exited()  # before the messages, so that a stage's last ones come before its end
-            events = deque(self._channels.receive())
-            while events:
-                event = events.popleft()
-                if isinstance(event, Received) and isinstance(event.message, messages.PeerDown):
-                    self._hear_out(event.message.peer, events, now)
-                self._on_event(event, now)
+            for event in self._channels.receive():
+                self._hear(event, now)
             for handle in exited:
                 self._on_exit(handle, now)
             self._tell_dropped()
@@ -475,9 +479,32 @@ class Service:
         times += [census.by for census in self._censuses]
         times += [by for by, _ in self._silent.values()]
         times += [pulse.due for pulse in self._pulses.values()]
+        times += [held.by for held in self._held_back.values()]
         return max(min(times) - time.monotonic(), 0.0)
 
     # -- events ------------------------------------------------------------------------------------------------------
+
+    def _hear(self, event: Received | ChannelLost, now: float) -> None:
+        """A stage that lost its connection to another may have seen a death sooner than we do.  What it says from then
+        on waits for that: a dead stage's own end, with status and last words, says more than what others saw of it.
+        """
+        if event.peer in self._held_back:
+            self._held_back[event.peer].events.append(event)
+            return
+        if isinstance(event, Received) and isinstance(event.message, messages.PeerDown) and not self._closing:
+            about = event.message.peer
+            if self._ready.done() and about in self._up and about not in self._expected:
+                self._held_back[event.peer] = _HeldBack(about, now + _LAST_WORDS, deque([event]))
+                return
+        self._on_event(event, now)
+
+    def _hear_out(self, reporter: PeerId, now: float) -> None:
+        """What ``reporter`` has said waits no longer."""
+        held = self._held_back.pop(reporter, None)
+        if held is not None:
+            self._on_event(held.events.popleft(), now)
+            for event in held.events:
+                self._hear(event, now)
 
     def _on_event(self, event: Received | ChannelLost, now: float) -> None:
         peer = event.peer
@@ -529,25 +556,9 @@ class Service:
             self._pulses = {peer: _Pulse(time.monotonic()) for peer in (*prefills, *decodes)}
             self._ready.set_result(None)
 
-    def _hear_out(self, peer: PeerId, events: deque[Received | ChannelLost], now: float) -> None:
-        """A stage has lost its connection to ``peer``.  If that is because ``peer`` has died, its own end comes first:
-        its exit, with status and last words, says more than what others saw of it.
-        """
-        handle = self._handles.get(peer)
-        if handle is None or peer in self._gone or self._closing or not self._ready.done():
-            return
-        if not handle.join(_EXIT_SEEN):
-            return
-        events.extend(self._channels.receive())
-        for event in [event for event in events if event.peer == peer]:
-            events.remove(event)
-            self._on_event(event, now)
-        self._on_exit(handle, now)
-
     def _on_exit(self, handle: StageHandle, now: float) -> None:
         peer, death = handle.peer, handle.death()
-        if peer in self._gone:
-            return
+        self._hear_out(peer, now)
         self._gone.add(peer)
         expected = peer in self._expected
         self._up.discard(peer)
@@ -568,6 +579,8 @@ class Service:
         for census in self._censuses:
             if census.waiting.pop(peer, None):
                 census.result[peer.name] = {"error": "the stage ended"}
+        for reporter in [r for r, held in self._held_back.items() if held.about == peer]:
+            self._hear_out(reporter, now)
 
     def _tell_dropped(self) -> None:
         dropped = self._channels.statistics().dropped
@@ -579,6 +592,8 @@ class Service:
             self._dropped = dropped
 
     def _on_time(self, now: float) -> None:
+        for reporter in [r for r, held in self._held_back.items() if held.by <= now or self._closing]:
+            self._hear_out(reporter, now)
         self._give_up_silent(now, now)
         self._take_pulses(now)
         deadline = self._machine.next_deadline()
