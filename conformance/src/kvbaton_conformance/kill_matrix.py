@@ -441,11 +441,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--options", type=json.loads, default={}, help="its options, as JSON")
     parser.add_argument("--runs", type=int, default=1, help="how often the whole matrix is run")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", default="", help="cells whose name contains one of these, with commas")
     given = parser.parse_args(arguments)
     logging.getLogger("kvbaton").addHandler(logging.NullHandler())
     logging.getLogger("kvbaton").propagate = False
-    cells = [cell for cell in CELLS if given.only in str(cell)]
+    cells = [cell for cell in CELLS if any(part in str(cell) for part in given.only.split(","))]
     before = holdings()
     held: dict[Cell, list[Outcome]] = {cell: [] for cell in cells}
     broken = 0
