@@ -1,10 +1,14 @@
 """What only sockets have: foreign bytes, foreign epochs, stopped processes, directories."""
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -347,6 +351,36 @@ def test_the_socket_lies_in_a_fresh_private_directory_that_goes_with_it(short_tm
     assert str(os.getpid()) in directory.name
     coordinator.close()
     assert not directory.exists()
+
+
+def test_a_start_removes_what_dead_processes_of_its_user_left_and_nothing_else(short_tmp):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(30)
+    names = {
+        "left": f"kvbaton-{dead.pid}-abc", "live": f"kvbaton-{os.getppid()}-abc", "other": f"another-{dead.pid}-abc",
+        "link": f"kvbaton-{dead.pid}-link", "locked": f"kvbaton-{dead.pid}-lock",
+    }  # fmt: skip
+    places = {what: short_tmp / name for what, name in names.items()}
+    for what in ("left", "live", "other", "locked"):
+        places[what].mkdir(mode=0o700)
+        (places[what] / "control").touch()
+    places["link"].symlink_to(places["other"])
+    # a live one in another container has a number that means nobody here
+    lock = os.open(places["locked"], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        first = ZmqCoordinatorChannels(directory=short_tmp)
+        second = ZmqCoordinatorChannels(directory=short_tmp)
+        assert first.directory is not None
+        assert first.directory.is_dir(), "a live one was swept"
+        assert {what for what, place in places.items() if place.exists()} == {"live", "other", "link", "locked"}
+        first.close()
+        second.close()
+    finally:
+        os.close(lock)
+        places["link"].unlink()
+        for what in ("live", "other", "locked"):
+            shutil.rmtree(places[what])
 
 
 def test_without_a_setting_the_directory_is_private_too(monkeypatch, tmp_path):

@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received
 from kvbaton.control.bell import Bell
-from kvbaton.control.sequence import InboundSequence, Verdict
-from kvbaton.errors import LocalProtocolError, MessageError
+from kvbaton.control.envelopes import pack, unpack
+from kvbaton.control.sequence import InboundSequence
+from kvbaton.errors import LocalProtocolError
 from kvbaton.identity import PeerId
-from kvbaton.messages import MAX_MESSAGE_BYTES, Message, decode, encode, envelope, family_of
+from kvbaton.messages import MAX_MESSAGE_BYTES, Message, family_of
 
 #: What lies in a queue: a message, or its bytes when it goes through the codec.
 _Item = Message | bytes
@@ -36,12 +37,7 @@ class _Outbound:
     def pack(self, message: Message) -> _Item:
         if not self._through_codec:
             return message
-        data = encode(envelope(self._epoch, self._seq + 1, message))
-        if len(data) > self._max_message:
-            raise MessageError(
-                f"C9.3: a {type(message).__name__} of {len(data)} bytes is larger than a channel accepts"
-                f" ({self._max_message}); raise control.max_message. It was not sent."
-            )
+        data = pack(self._epoch, self._seq + 1, message, self._max_message)
         self._seq += 1
         return data
 
@@ -59,22 +55,9 @@ class _Inbound:
     def unpack(self, item: _Item, dropped: Counter[tuple[str, str]]) -> Message | None:
         if not isinstance(item, bytes):
             return item
-        if len(item) > self._max_message:
-            dropped["unknown", "oversized"] += 1
-            return None
-        try:
-            found = decode(item, self._max_message)
-        except MessageError:
-            dropped["unknown", "malformed"] += 1
-            return None
-        expected = self._sequence.expected
-        verdict = self._sequence.judge(found.epoch, found.seq)
-        if verdict is Verdict.NEXT:
-            return found.body
-        if verdict is Verdict.GAP:
-            self.gap = f"C9.4: message {found.seq} came where {expected} was due"
-        dropped[found.family, verdict.value] += 1
-        return None
+        found, gap = unpack(item, self._sequence, self._max_message, dropped)
+        self.gap = gap or self.gap
+        return found.body if found is not None else None
 
 
 class InprocStageChannel:

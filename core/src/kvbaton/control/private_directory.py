@@ -2,23 +2,47 @@
 
 Whoever can connect to a control socket can end a run; on one host the file system keeps others out.  The coordinator
 makes the directory, each end checks owner and mode before it trusts what is inside.
+
+Who made a directory holds a lock on it, which the system gives back however it ends.  What a killed process left is
+removed by its last stages, or by the next one that makes a directory in the same place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
+import shutil
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbaton.errors import ConfigurationError
 
+#: The name carries the process id, so that what a killed process left behind can be recognised.
+_NAME = re.compile(r"kvbaton-(\d+)-\w+")
 
-def make(base: Path | None) -> Path:
+
+@dataclass(frozen=True, slots=True)
+class PrivateDirectory:
+    """A directory that :func:`make` has made, and the descriptor of the lock on it.  Owned by the caller."""
+
+    path: Path
+    lock: int
+
+    def remove(self) -> None:
+        """Remove it with all that is in it, and give the lock back.  Once."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def make(base: Path | None) -> PrivateDirectory:
     """A fresh directory with mode 0700 below ``base``, or below the user's runtime or temporary folder.
 
-    ``base`` is made (0700) if it does not exist; if it does it must be private too.  The caller removes what is
-    returned.  The name carries the process id, so that what a killed process left behind can be recognised.
+    ``base`` is made (0700) if it does not exist; if it does it must be private too.  Directories of this user's dead
+    processes in the same place are removed.  The caller removes what is returned.
     Raises: ConfigurationError with the reason.
     """
     if base is not None:
@@ -34,14 +58,63 @@ def make(base: Path | None) -> Path:
         parent = base
     else:
         parent = _default_base()
+    _sweep(parent)
     try:
-        return Path(tempfile.mkdtemp(prefix=f"kvbaton-{os.getpid()}-", dir=parent))
+        made = Path(tempfile.mkdtemp(prefix=f"kvbaton-{os.getpid()}-", dir=parent))
+        lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody will find the lock free either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return PrivateDirectory(made, lock)
     except OSError as error:
         raise ConfigurationError(
             f"no private directory for control sockets can be made in {parent}: {error}. Set control.dir to a folder"
             " that you can write to.",
             directory=str(parent),
         ) from error
+
+
+def remove_abandoned(directory: Path) -> bool:
+    """Remove a directory that :func:`make` has made and whose maker is gone; whether it was.  Never raises.
+
+    A maker that lives, in whatever container, holds the lock.  So does a child that it forked, for as long as that
+    lives.
+    """
+    if not _NAME.fullmatch(directory.name):
+        return False
+    try:
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if os.fstat(lock).st_uid != os.geteuid():
+            return False
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what this user's dead processes left here."""
+    with contextlib.suppress(OSError), os.scandir(parent) as found:
+        for entry in found:
+            # one that is just being made is not locked yet, and its maker lives
+            named = _NAME.fullmatch(entry.name)
+            if named and not _lives(int(named[1])):
+                remove_abandoned(Path(entry.path))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
 
 
 def check(directory: Path) -> None:

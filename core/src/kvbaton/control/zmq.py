@@ -24,7 +24,6 @@ import contextlib
 import math
 import os
 import select
-import shutil
 import stat
 import struct
 import threading
@@ -42,10 +41,11 @@ import zmq
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received, private_directory
 from kvbaton.control.bell import DescriptorBell
 from kvbaton.control.curve import ClientKeys, Gate, ServerKeys, user_of
-from kvbaton.control.sequence import InboundSequence, Verdict
-from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, MessageError, ThreadError
+from kvbaton.control.envelopes import pack, unpack
+from kvbaton.control.sequence import InboundSequence
+from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, ThreadError
 from kvbaton.identity import PeerId
-from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Envelope, Hello, Message, decode, encode, envelope, family_of
+from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Hello, Message, family_of
 
 _GREETING_PREFIX: Final = b"kvbaton/"
 _GREETING: Final = _GREETING_PREFIX + str(VERSION).encode()
@@ -200,36 +200,6 @@ class _Wire:
         self.bell.close()
 
 
-def _unpack(
-    data: bytes, sequence: InboundSequence, max_message: int, dropped: Counter[tuple[str, str]]
-) -> tuple[Envelope | None, str | None]:
-    """(the envelope if it is the channel's next, the gap if it shows one); what is neither was counted (C9.3)."""
-    if len(data) > max_message:
-        dropped["unknown", "oversized"] += 1
-        return None, None
-    try:
-        found = decode(data, max_message)
-    except MessageError:
-        dropped["unknown", "malformed"] += 1
-        return None, None
-    expected = sequence.expected
-    verdict = sequence.judge(found.epoch, found.seq)
-    if verdict is Verdict.NEXT:
-        return found, None
-    dropped[found.family, verdict.value] += 1
-    return None, f"C9.4: message {found.seq} came where {expected} was due" if verdict is Verdict.GAP else None
-
-
-def _pack(epoch: int, seq: int, message: Message, max_message: int) -> bytes:
-    data = encode(envelope(epoch, seq, message))
-    if len(data) > max_message:
-        raise MessageError(
-            f"C9.3: a {type(message).__name__} of {len(data)} bytes is larger than a channel accepts ({max_message});"
-            " raise control.max_message. It was not sent."
-        )
-    return data
-
-
 class _Peer:
     __slots__ = (
         "backlog",
@@ -307,11 +277,11 @@ class ZmqCoordinatorChannels:
         self._dropped: Counter[tuple[str, str]] = Counter()
         self._closed = False
         with ExitStack() as undo:
-            self._directory: Path | None = None
+            self._directory: private_directory.PrivateDirectory | None = None
             if listen is None:
                 self._directory = private_directory.make(directory)
-                undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
-                address = f"ipc://{self._socket_path(self._directory)}"
+                undo.callback(self._directory.remove)
+                address = f"ipc://{self._socket_path(self._directory.path)}"
             else:
                 address = listen.address
             keys = None if listen is None else listen.keys
@@ -348,7 +318,7 @@ class ZmqCoordinatorChannels:
     @property
     def directory(self) -> Path | None:
         """The private directory of the socket; None where it listens for other hosts."""
-        return self._directory
+        return self._directory.path if self._directory is not None else None
 
     @property
     def address(self) -> str:
@@ -389,7 +359,7 @@ class ZmqCoordinatorChannels:
             if entry is None or entry.lost or entry.ending or self._closed:
                 self._dropped[family_of(message), "gone-peer"] += 1
                 return
-            data = _pack(self._epoch, entry.seq + 1, message, self._max_message)
+            data = pack(self._epoch, entry.seq + 1, message, self._max_message)
             entry.seq += 1
             if not entry.connected:
                 entry.backlog.append(data)
@@ -433,7 +403,7 @@ class ZmqCoordinatorChannels:
             self._closed = True
             self._wire.close(self._linger)
             if self._directory is not None:
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory.remove()
 
     # -- stages of other hosts -----------------------------------------------------------------------------------------
 
@@ -526,7 +496,7 @@ class ZmqCoordinatorChannels:
             with contextlib.suppress(ValueError):
                 entry.left = int(data[len(_LEFT) :])
             return
-        found, gap = _unpack(data, entry.sequence, self._max_message, self._dropped)
+        found, gap = unpack(data, entry.sequence, self._max_message, self._dropped)
         if found is not None:
             self._received += 1
             entry.introduced = entry.introduced or isinstance(found.body, Hello)
@@ -697,7 +667,7 @@ class ZmqStageChannel:
             if self._lost is not None or self._closed:
                 self._dropped[family_of(message), "gone-peer"] += 1
                 return
-            data = _pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message)
+            data = pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message)
             try:
                 self._wire.socket.send(data, zmq.NOBLOCK)
             except zmq.Again:
@@ -724,7 +694,7 @@ class ZmqStageChannel:
                 if frames[0].startswith(_EXPELLED):
                     self.sever(frames[0][len(_EXPELLED) :].decode(errors="replace"))
                     continue
-                found, gap = _unpack(frames[0], self._sequence, self._ticket.max_message, self._dropped)
+                found, gap = unpack(frames[0], self._sequence, self._ticket.max_message, self._dropped)
                 if found is not None:
                     self._received += 1
                     messages.append(found.body)

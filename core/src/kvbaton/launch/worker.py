@@ -10,15 +10,22 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from kvbaton.control import private_directory
 from kvbaton.control.zmq import Ticket, ZmqStageChannel
 from kvbaton.errors import ConfigurationError
 from kvbaton.launch import StageSpec
 from kvbaton.launch.entry import resolve
 from kvbaton.launch.lifeline import ProcessLifeline
+
+#: Seconds that a coordinator may take to die once it has begun to.
+_DYING: Final = 0.5
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +76,8 @@ def main() -> int:
             return entry(order.spec, channel, lifeline)
         finally:
             channel.close()
+            if channel.lost is not None and order.ticket.address.startswith("ipc://"):
+                _tidy(Path(order.ticket.address.removeprefix("ipc://")).parent, order.coordinator_pid)
     except ConfigurationError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -77,6 +86,17 @@ def main() -> int:
         return 1
     finally:
         lifeline.close()
+
+
+def _tidy(directory: Path, coordinator_pid: int) -> None:
+    """Remove the directory of a coordinator that was killed; other stages that have their connections do not need it.
+
+    A process that dies cuts the lifeline a moment before it gives its lock back.
+    """
+    give_up = time.monotonic() + _DYING
+    while os.getppid() == coordinator_pid and time.monotonic() < give_up:
+        time.sleep(0.005)
+    private_directory.remove_abandoned(directory)
 
 
 def _read_line(fd: int) -> bytes:
