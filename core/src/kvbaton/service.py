@@ -16,12 +16,15 @@ import heapq
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import msgspec
 
 from kvbaton import messages
 from kvbaton.connector import ConnectorPlugin
@@ -45,10 +48,11 @@ from kvbaton.handoff.table import Milestones
 from kvbaton.hooks import Hooks, StageLoad
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.launch import Launcher, StageHandle, StageSpec
+from kvbaton.launch.pinning import pin
 from kvbaton.plugins import choose_placement
 from kvbaton.records import RequestOutput, RequestRecord
 from kvbaton.settings import Settings
-from kvbaton.stage.worker import stage_specs
+from kvbaton.stage.worker import forget_given, stage_specs
 
 _log = logging.getLogger(__name__)
 
@@ -194,6 +198,8 @@ class Service:
             transport = transport.model_copy(update={"name": placement.plugin.name})
         settings = settings.model_copy(update={"transport": transport})
         specs = stage_specs(settings, placement.need.reach, connector)
+        if placement.launch == "process":
+            specs = [_pinned(spec) for spec in specs]
 
         def connect() -> tuple[CoordinatorChannels, Launcher]:
             if placement.launch == "inproc":
@@ -463,6 +469,8 @@ class Service:
                 end()
             except KvbatonError as error:
                 self._bad_ends.append(str(error))
+        for spec in self._specs:
+            forget_given(spec.settings)
         if not self._ready.done():
             self._ready.set_exception(self._cause or StartupError("start-up ended early; see the log"))
         self._over.set()
@@ -880,3 +888,12 @@ def _answer(future: concurrent.futures.Future[bool], result: bool) -> None:
     """Answer who waits, unless it has given up: it may do so at any moment until the future says that it runs."""
     if future.set_running_or_notify_cancel():
         future.set_result(result)
+
+
+def _pinned(spec: StageSpec) -> StageSpec:
+    """The same stage for a process of its own, in which its device comes first."""
+    device: int | None = spec.settings["device"]
+    if device is None:
+        return spec
+    environment, number = pin(device, os.environ)
+    return msgspec.structs.replace(spec, environment=environment, settings={**spec.settings, "device": number})
