@@ -14,10 +14,11 @@ from kvbaton.handoff import effects as fx
 from kvbaton.handoff.coordinator import Deadlines, Limits
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton.identity import TransferId
-from kvbaton.messages import Call, Failed, Reply, Reserved
+from kvbaton.messages import Call, Failed, PeerDown, Reply, Reserved
 from kvbaton.stage.prefill import PrefillStage
 from kvbaton_conformance.deployment import Deployment
 from kvbaton_conformance.scripted import ScriptedLayout
+from kvbaton_loopback.plugin import LoopbackPlugin
 
 PROMPT = tuple(range(30))
 REQUEST = Request(PROMPT, SamplingParams(max_tokens=5))
@@ -334,7 +335,7 @@ def test_generic_control_answers_and_disturbs_nothing(world: Deployment, monkeyp
     seat.stage.advance()
     by_id = {reply.control_id: reply for reply in replies}
     assert by_id["1"].result["engine"]["blocks_used"] > 0
-    assert by_id["2"].result == {"healthy": True}
+    assert by_id["2"].result == {"healthy": True, "step_seconds": 0.0}
     assert "dance" in (by_id["3"].error or "")
     monkeypatch.undo()
     world.flow = True
@@ -540,4 +541,25 @@ def test_only_the_engines_figures_are_read_on_the_engines_thread(
     seat.stage.advance()
     assert turns == ["pump", "pump"]
     monkeypatch.undo()
+    world.finish()
+
+
+@pytest.mark.clause("T2")
+def test_transports_whose_wires_differ_are_not_connected() -> None:
+    """A plugin states what its ends must have in common; a peer that has another is refused, with both values."""
+
+    class Released(LoopbackPlugin):
+        wire_version = 1
+
+    plugin = Released()
+    world = Deployment(plugin, stepped=True)
+    plugin.wire_version = 2
+    newer = world.add_stage("decode-1", Role.DECODE)
+    world.settle()
+    causes = [down.cause for down in world.letters(PeerDown)]
+    assert any("version 2" in cause and "we speak 1" in cause for cause in causes), causes
+    assert not world.coordinator.connected(world.seats["prefill-0"].peer, newer.peer)
+    world.submit("a", REQUEST)
+    world.run_until(world.idle)
+    world.check_answer("a")
     world.finish()

@@ -679,6 +679,7 @@ class _Gated:
         self._plugin = plugin
         self._narrow = narrow
         self.name, self.api_version, self.Options = plugin.name, plugin.api_version, plugin.Options
+        self.wire_version = getattr(plugin, "wire_version", 1)
         self.gate: Gate | None = None
 
     def probe(self, need: Need) -> Availability:

@@ -29,6 +29,7 @@ from kvbaton.connector import (
     PeerEvent,
     Receipt,
     TransferConnector,
+    wire_version,
 )
 from kvbaton.errors import KvbatonError, Outstanding
 from kvbaton.guard import Clock, GuardedConnector, GuardLimits, GuardProgress, PeerState
@@ -485,7 +486,7 @@ def open_end(
     connector = plugin.open(options, ConnectorContext(peer))
     witness = Witness(connector, str(peer))
     guard = GuardedConnector(
-        cast(TransferConnector, witness), transport=plugin.name, version=str(plugin.api_version), peer=peer,
+        cast(TransferConnector, witness), transport=plugin.name, version=wire_version(plugin), peer=peer,
         geometry=geometry, limits=limits, connect_deadline=connect_deadline, chunk_deadline=chunk_deadline, clock=clock,
     )  # fmt: skip
     memory = ByteInspector(str(peer), seed)

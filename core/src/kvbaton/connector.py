@@ -82,8 +82,9 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one connector is reached, serialisable (T2).  At most :data:`MAX_ENDPOINT_BYTES` encoded.
 
-    ``geometry`` is an encoded :class:`~kvbaton.geometry.KVGeometry` (or empty, where a test has none); ``metadata``
-    is what the connector's own ``metadata()`` returned: opaque to core.
+    ``version`` is the plugin's own (:func:`wire_version`).  ``geometry`` is an encoded
+    :class:`~kvbaton.geometry.KVGeometry` (or empty, where a test has none).  ``metadata`` is what the connector's own
+    ``metadata()`` returned: opaque to core.
     """
 
     transport: str
@@ -123,8 +124,7 @@ class Chunk:
     """A bounded batch of source segments and the destination segments they go to (equal count, equal lengths).
 
     ``sequence`` counts from 0 within ``transfer``.  ``nbytes`` is the sum of lengths; 0 with empty lists is legal: a
-    receipt without bytes.  ``after`` is the device event behind the source, set only where
-    ``capabilities.source_ordered``; otherwise core has already waited for it.
+    receipt without bytes.  The device has finished the source: core waits for that before it submits (C4).
 
     Ownership: from an accepting ``submit`` until the completion says ``source_quiet`` / ``target_quiet`` the bytes of
     that side belong to the transport.
@@ -136,7 +136,6 @@ class Chunk:
     source: Segments
     target: Segments
     nbytes: int
-    after: DeviceEvent | None = None
 
 
 class Outcome(enum.Enum):
@@ -229,8 +228,6 @@ class Capabilities:
     disconnect_fences: bool = False
     #: ``revoke(transfer)`` works: a fence per transfer without the peer's help.
     revocable: bool = False
-    #: ``submit`` accepts chunks whose ``after`` has not completed and orders itself behind it on the device.
-    source_ordered: bool = False
     #: ``submit`` copies in the calling thread (it still never waits for a peer).
     copies_in_submit: bool = False
     #: Limits of one chunk; core plans within them.
@@ -373,7 +370,12 @@ class ConnectorContext:
 
 
 class ConnectorPlugin(Protocol):
-    """The object behind an entry point of the group ``kvbaton.connectors``.  Importing it loads no native library."""
+    """The object behind an entry point of the group ``kvbaton.connectors``.  Importing it loads no native library.
+
+    It may also have ``wire_version``, an integer (1 where it has none): raise it with a release whose ends cannot
+    understand those of the release before, be it their metadata or what they send each other.  Core tells it to the
+    peer and refuses to connect two that differ, with both values (T2).
+    """
 
     name: str
     api_version: int
@@ -385,6 +387,11 @@ class ConnectorPlugin(Protocol):
 
     def open(self, options: Any, context: ConnectorContext) -> TransferConnector:
         """A connector that nobody else has.  ``options`` is an instance of ``Options``."""
+
+
+def wire_version(plugin: ConnectorPlugin) -> str:
+    """What both ends of a connection must have in common: :attr:`Endpoint.version`."""
+    return str(getattr(plugin, "wire_version", 1))
 
 
 def region_lengths(regions: Sequence[MemoryRegion] | Sequence[RegionInfo]) -> Mapping[int, int]:

@@ -144,10 +144,15 @@ class GuardedConnector:
         # accepted and not reported terminal: on time, in order of deadline; and those that a proof is missing for
         self._posted: dict[_Key, _Flight] = {}
         self._lingering: dict[_Key, _Flight] = {}
+        # the same by transfer: a word about one transfer must not cost a look at all
+        self._flights: dict[TransferId, dict[int, _Flight]] = {}
         self._grants: dict[TransferId, PeerId] = {}
+        #: Of those, the ones whose revocation has raised: said once, though it is tried again.
+        self._revoke_failing: set[TransferId] = set()
         self._news = _News()
         self._pass = 0
         self._quarantined_bytes = 0
+        self._quarantined_chunks = 0
         self._quarantine_reported = False
         self._poll_is_failing = False
         self._dropped: Counter[str] = Counter()
@@ -187,13 +192,12 @@ class GuardedConnector:
 
     def outstanding(self) -> int:
         """Chunks accepted and neither reported terminal nor DONE."""
-        return len(self._posted) + sum(flight.quarantined for flight in tuple(self._lingering.values()))
+        return len(self._posted) + self._quarantined_chunks
 
     def statistics(self) -> Mapping[str, float]:
         """Counters (``*_total``, ``dropped_*``) and gauges (the rest), bytes and counts; a snapshot."""
-        lingering = tuple(self._lingering.values())
         peers = tuple(self._peers.values())
-        quarantined = sum(flight.quarantined for flight in lingering)
+        quarantined = self._quarantined_chunks
         figures: dict[str, float] = {
             "inflight_bytes": sum(peer.nbytes for peer in peers),
             "inflight_segments": sum(peer.segments for peer in peers),
@@ -201,7 +205,7 @@ class GuardedConnector:
             "outstanding": len(self._posted) + quarantined,
             "quarantined_chunks": quarantined,
             "quarantined_bytes": self._quarantined_bytes,
-            "unproven_chunks": len(lingering) - quarantined,
+            "unproven_chunks": len(self._lingering) - quarantined,
             "grants": len(self._grants),
             "peers": len(peers),
             "peers_up": sum(peer.state is PeerState.UP for peer in peers),
@@ -404,14 +408,14 @@ class GuardedConnector:
     def cancel(self, transfer: TransferId) -> None:
         """What is not started completes as CANCELLED; what is posted drains and is reported (T9)."""
         self._enter()
-        if any(key[0] == transfer for key in self._posted):
+        if any((transfer, sequence) in self._posted for sequence in self._flights.get(transfer, ())):
             self._foreign("cancel", lambda: self._connector.cancel(transfer), transfer=transfer)
 
     def acknowledge(self, transfer: TransferId) -> None:
         """The destination has received all of ``transfer``: by T3 nothing of it is written any more."""
         self._enter()
         self._foreign("acknowledge", lambda: self._connector.acknowledge(transfer), transfer=transfer)
-        for flight in [flight for key, flight in self._lingering.items() if key[0] == transfer and flight.unproven]:
+        for flight in [flight for flight in self._flights.get(transfer, {}).values() if flight.unproven]:
             self._prove(flight, Outcome.DONE, flight.source_quiet, True, None)
 
     # -- grants at the destination -----------------------------------------------------------------------------------
@@ -457,6 +461,7 @@ class GuardedConnector:
             # a transport that keeps grants has no other word that this one is over
             self._revoke(transfer)
             self._grants.pop(transfer, None)
+            self._revoke_failing.discard(transfer)
         for peer in self._peers.values():
             if peer.checked is not None and peer.checked.transfer == transfer:
                 peer.checked = None
@@ -586,8 +591,8 @@ class GuardedConnector:
             )  # fmt: skip
         if endpoint.version != self._version:
             raise ConnectError(
-                f"T2: {id} has {self._transport} {endpoint.version}, we have {self._version}; install one"
-                " version on both",
+                f"T2: {id} speaks version {endpoint.version} of {self._transport}'s wire, we speak {self._version};"
+                " install the same release on both",
                 peer=id, ours=self._version, theirs=endpoint.version,
             )  # fmt: skip
         if id.name == self.peer.name:
@@ -601,12 +606,6 @@ class GuardedConnector:
     def _check_chunk(self, chunk: Chunk, peer: _Peer) -> None:
         what = f"chunk {chunk.sequence} of transfer {chunk.transfer}"
         capabilities = self.capabilities
-        if chunk.after is not None and not capabilities.source_ordered:
-            raise CapabilityError(
-                f"T13: {what} is ordered behind a device event, which {self._transport} does not declare"
-                " (source_ordered)",
-                capability="source_ordered",
-            )
         source, target = chunk.source, chunk.target
         # C3.6
         if len(source) != len(target):
@@ -666,6 +665,7 @@ class GuardedConnector:
         peer.nbytes += flight.nbytes
         peer.segments += flight.segments
         peer.flights += 1
+        self._flights.setdefault(flight.transfer, {})[flight.sequence] = flight
         peer.checked = None
         peer.refused_in = -2
         self._count["chunks"] += 1
@@ -684,11 +684,13 @@ class GuardedConnector:
     def _linger(self, key: _Key, flight: _Flight) -> None:
         self._lingering[key] = flight
         flight.quarantined = True
+        self._quarantined_chunks += 1
         self._quarantined_bytes += flight.nbytes
 
     def _release_quarantine(self, flight: _Flight) -> None:
         if flight.quarantined:
             flight.quarantined = False
+            self._quarantined_chunks -= 1
             self._quarantined_bytes -= flight.nbytes
 
     def _prove(self, flight: _Flight, outcome: Outcome, source: bool, target: bool, error: Exception | None) -> None:
@@ -700,6 +702,7 @@ class GuardedConnector:
         if source and target:
             self._posted.pop(key, None)
             self._lingering.pop(key, None)
+            self._forget_flight(flight)
             self._release_quarantine(flight)
             self._give_back(flight)
             flight.peer.flights -= 1
@@ -720,6 +723,12 @@ class GuardedConnector:
         if (source and target) or outcome is Outcome.TIMED_OUT:
             self._count[outcome.value] += 1
         self._news.completions.append(Completion(flight.transfer, flight.sequence, outcome, source, target, error))
+
+    def _forget_flight(self, flight: _Flight) -> None:
+        of_transfer = self._flights.get(flight.transfer, {})
+        of_transfer.pop(flight.sequence, None)
+        if not of_transfer:
+            self._flights.pop(flight.transfer, None)
 
     def _expire(self, now: float) -> None:
         while self._posted:
@@ -826,15 +835,17 @@ class GuardedConnector:
         self._foreign("disconnect", lambda: self._connector.disconnect(peer), peer=peer)
 
     def _revoke(self, transfer: TransferId) -> bool:
-        revoked = False
-
-        def call() -> None:
-            nonlocal revoked
+        try:
             revoked = self._connector.revoke(transfer) is True
-
-        self._foreign("revoke", call, transfer=transfer)
+        except Exception as error:
+            if transfer not in self._revoke_failing:
+                self._fault("revoke", error, transfer=transfer)
+            if transfer in self._grants:
+                self._revoke_failing.add(transfer)
+            return False
         if revoked:
             self._grants.pop(transfer, None)
+            self._revoke_failing.discard(transfer)
         return revoked
 
     def _foreign(self, call: str, action: Callable[[], None], **facts: object) -> bool:

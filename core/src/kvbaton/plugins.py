@@ -455,7 +455,6 @@ def _rank(loaded: _Loaded, able: Capabilities | None) -> tuple[object, ...]:
     return (
         _QUIET[able.quiet],
         able.copies_in_submit,
-        not able.source_ordered,
         not (able.disconnect_fences or able.revocable),
         order.index(loaded.name) if loaded.name in order else len(order),
         loaded.name,

@@ -19,16 +19,6 @@ from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
 from kvbaton_conformance.two_process import open_remote_end
 
 
-class _Happens:
-    """A device event that happens when the test says so."""
-
-    def __init__(self) -> None:
-        self.has_happened = False
-
-    def query(self) -> bool:
-        return self.has_happened
-
-
 class Honesty(ConnectorTopic):
     """T13: undeclared behaves undeclared, and is refused before anything happens; declared works, up to its limit."""
 
@@ -122,26 +112,6 @@ class Honesty(ConnectorTopic):
             allocates == declared, "T13", f"memory_origin is {end.guard.capabilities.memory_origin!r} and allocate() "
             + ("works" if allocates else "does not"), seen=said,
         )  # fmt: skip
-
-    @pytest.mark.clause("T13")
-    def test_ordering_behind_a_device_is_what_is_declared(self, pair: Pair) -> None:
-        """A chunk behind a device event: refused where undeclared; where declared, nothing moves before the event."""
-        source, target = pair.source, pair.target
-        event = _Happens()
-        row = pair.rows((0, 0, 64))
-        before = target.memory.image()
-        if source.guard.capabilities.source_ordered:
-            return  # which events it takes is a matter of its device: the device's own tests look at that
-        chunk = Chunk(new_transfer_id(), 0, target.peer, row, row, row.nbytes, event)
-        calls = source.calls("submit")
-        try:
-            source.guard.submit(chunk)
-        except CapabilityError:
-            require(source.calls("submit") == calls, "T13", "an undeclared ordered chunk reached the plugin")
-        else:
-            require(False, "T13", "a chunk behind a device event was accepted", expected="CapabilityError")
-        pair.pump_idle()
-        target.memory.untouched(before, "T13")
 
     @pytest.mark.clause("T13")
     def test_as_many_segments_as_declared(self, ends: Ends) -> None:

@@ -6,6 +6,7 @@ reason, so that the application can say it in one line.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbaton import messages
-from kvbaton.connector import ConnectorContext, ConnectorPlugin, MemoryKind, Need, Reach
+from kvbaton.connector import ConnectorContext, ConnectorPlugin, MemoryKind, Need, Reach, wire_version
 from kvbaton.control import StageChannel
 from kvbaton.engine import EnginePlugin, Role, StageEngine
 from kvbaton.errors import KvbatonError
@@ -35,6 +36,7 @@ ENTRY = "kvbaton.stage.worker:main"
 
 #: Connector plugins that were given as objects, for stages that are threads of this process.
 _given: dict[str, ConnectorPlugin] = {}
+_numbers = itertools.count(1)
 
 
 def stage_settings(
@@ -44,12 +46,17 @@ def stage_settings(
 
     ``connector`` takes the place of ``transport.name``, in stages of this process only: an object does not travel.
     """
-    key = "" if connector is None else str(id(connector))
+    key = "" if connector is None else f"given-{next(_numbers)}"  # one of its own: two runtimes may share a connector
     if connector is not None:
         _given[key] = connector
     # the text: a dump keeps pydantic's own kinds of numbers, which no other encoder knows
     plain = json.loads(settings.model_dump_json())
     return {"settings": plain, "device": device, "reach": reach, "connector": key}
+
+
+def forget_given(settings: Mapping[str, Any]) -> None:
+    """The stage that these settings were made for starts no more: let go of the connector that it was given."""
+    _given.pop(settings.get("connector", ""), None)
 
 
 def stage_specs(settings: Settings, reach: Reach, connector: ConnectorPlugin | None) -> list[StageSpec]:
@@ -115,7 +122,7 @@ def open_guard(
     guard = GuardedConnector(
         connector,
         transport=plugin.name,
-        version=str(plugin.api_version),
+        version=wire_version(plugin),
         peer=channel.peer,
         geometry=engine.geometry.encode(),
         limits=GuardLimits(

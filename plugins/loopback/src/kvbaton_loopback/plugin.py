@@ -25,6 +25,8 @@ class LoopbackPlugin:
 
     name = "loopback"
     api_version = API_VERSION
+    #: Both ends are of one process, so they never differ.
+    wire_version = 1
     Options = LoopbackOptions
     #: What the conformance kit's stepped mode asks for: nothing moves but by :attr:`LoopbackConnector.wire`.
     stepped_options = {"carrier": "manual"}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbaton.connector import Capabilities, DeviceEvent, MemoryRegion, RegionInfo
+from kvbaton.connector import Capabilities, MemoryRegion, RegionInfo
 from kvbaton.errors import CapabilityError, LocalProtocolError, PeerLost, RegistrationError, SegmentError
 from kvbaton.guard import GuardedConnector
 from kvbaton.identity import new_transfer_id
@@ -15,12 +15,6 @@ from kvbaton.segments import Segments
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.scripted_connector import ScriptedConnector
 from kvbaton_conformance.suite.guard.rig import D0, D1, ME, REGION, Rig, RigTopic, chunk, endpoint, refused
-
-
-class _Event(DeviceEvent):
-    def query(self) -> bool:
-        return True
-
 
 _OUTSIDE: dict[str, dict[str, Any]] = {
     "source-past-its-end": {"source": Segments.of([(0, REGION - 5, 6)]), "target": Segments.of([(0, 0, 6)])},
@@ -44,7 +38,6 @@ _UNDECLARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"source": Segments.of([(0, 0, 16)]), "target": Segments.of([(0, 8, 16)])},
     ),
     "alignment-of-length": ({"alignment": 16}, {"length": 24}),
-    "source_ordered": ({}, {"after": _Event()}),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kvbaton.connector import Chunk, DeviceEvent, Endpoint, MemoryRegion, Progress, RegionInfo
+from kvbaton.connector import Chunk, Endpoint, MemoryRegion, Progress, RegionInfo
 from kvbaton.errors import KvbatonError
 from kvbaton.guard import GuardedConnector, GuardLimits, GuardProgress
 from kvbaton.identity import PeerId, TransferId, new_transfer_id
@@ -72,12 +72,12 @@ def endpoint(peer: PeerId = D0, **changes: Any) -> Endpoint:
 
 def chunk(
     peer: PeerId = D0, *, source: Segments | None = None, target: Segments | None = None, nbytes: int | None = None,
-    sequence: int = 0, transfer: TransferId | None = None, after: DeviceEvent | None = None, length: int = 256,
+    sequence: int = 0, transfer: TransferId | None = None, length: int = 256,
 ) -> Chunk:  # fmt: skip
     source = Segments.of([(0, 0, length)]) if source is None else source
     target = source if target is None else target
     total = source.nbytes if nbytes is None else nbytes
-    return Chunk(transfer or new_transfer_id(), sequence, peer, source, target, total, after)
+    return Chunk(transfer or new_transfer_id(), sequence, peer, source, target, total)
 
 
 def refused(action: Callable[[], object], kind: type[KvbatonError], clause: str, what: str) -> KvbatonError:
