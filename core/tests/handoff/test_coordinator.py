@@ -716,6 +716,24 @@ def test_senders_are_stopped_and_joined_before_receivers_are_stopped():
     assert isinstance(desk.c.fatal("again", desk.now)[0], fx.Ignored)
 
 
+@pytest.mark.clause("C6.4", "C6.2", "C6.7")
+def test_what_nobody_can_join_is_never_fenced_and_holds_no_shutdown_up():
+    desk = Desk()
+    desk.submit("a")
+    t = desk.life("a", "committed")
+    desk.did(desk.c.peer_lost(P0, "cut off", desk.now))
+    effects = desk.did(desk.c.peer_unjoinable(P0, desk.now))
+    assert sent(effects) == [], "neither Disconnect nor Release: it may still write"
+    desk.wait(1000.0)
+    assert desk.c.credits_out(t) == (True, True)
+    assert not orders(desk.log, fx.Fenced)
+    assert sent(desk.did(desk.c.fatal("enough", desk.now)), Stop) == [(D0, Stop())]
+    assert not desk.c.closed
+    desk.did(desk.c.peer_unjoinable(D0, desk.now))
+    assert desk.c.closed
+    assert desk.c.credits_out(t) == (True, True)
+
+
 @pytest.mark.clause("C6.2", "C6.7")
 def test_a_stage_that_does_not_exit_is_killed_at_the_deadline():
     desk = Desk(deadlines=SHORT)
