@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvbaton.connector import API_VERSION, Availability, ConnectorContext, Need, Reach, TransferConnector
+from kvbaton_conformance import shared_memory
 from kvbaton_conformance.gate import Gate, Weather
 from kvbaton_conformance.subject import Reference, Subject
 
@@ -47,8 +48,10 @@ class GatePlugin:
     def open(self, options: GateOptions, context: ConnectorContext) -> TransferConnector:
         from kvbaton.plugins import choose_connector
 
+        shared_memory.join()  # this may be a stage's process
         reference = Reference(options.named, options.file, options.module, options.class_name)
-        plugin, valid = choose_connector(reference.load(), Need("host", options.reach), dict(options.options))
+        need = Need("host" if context.device is None else "cuda", options.reach)
+        plugin, valid = choose_connector(reference.load(), need, dict(options.options))
         gate = Gate(plugin.open(valid, context))
         draw = random.Random(f"{options.seed} {context.peer.name}")
         gate.weather = Weather(draw, report=options.report, repeat=options.repeat)

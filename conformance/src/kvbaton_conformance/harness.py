@@ -24,6 +24,7 @@ from kvbaton.connector import (
     Completion,
     ConnectorContext,
     ConnectorPlugin,
+    MemoryKind,
     Need,
     Outcome,
     PeerEvent,
@@ -474,8 +475,9 @@ def open_end(
     manual_clock: bool = False,
     register: bool = True,
     seed: int = 0,
+    memory_kind: MemoryKind = "host",
 ) -> LocalEnd:
-    """Open one connector, guarded, with poisoned host memory registered (``regions``: id to bytes).
+    """Open one connector, guarded, with poisoned memory registered (``regions``: id to bytes), of ``memory_kind``.
 
     Where ``register`` is false the test registers ``memory.regions`` itself.
 
@@ -483,16 +485,16 @@ def open_end(
     """
     if manual_clock:
         clock = ManualClock()
-    connector = plugin.open(options, ConnectorContext(peer))
+    connector = plugin.open(options, ConnectorContext(peer, 0 if memory_kind == "cuda" else None))
     witness = Witness(connector, str(peer))
     guard = GuardedConnector(
         cast(TransferConnector, witness), transport=plugin.name, version=wire_version(plugin), peer=peer,
         geometry=geometry, limits=limits, connect_deadline=connect_deadline, chunk_deadline=chunk_deadline, clock=clock,
     )  # fmt: skip
-    memory = ByteInspector(str(peer), seed)
+    memory = ByteInspector(str(peer), seed, memory_kind)
     for id, nbytes in regions.items():
         if guard.capabilities.memory_origin == "allocated":
-            memory.adopt(guard.allocate(id, "host", 0, nbytes))
+            memory.adopt(guard.allocate(id, memory_kind, 0, nbytes))
         else:
             memory.allocate(id, nbytes)
     if register:

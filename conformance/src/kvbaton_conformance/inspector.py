@@ -1,6 +1,6 @@
 """Look at memory without asking the transport: what was there, what should be there now, and what is.
 
-A :class:`ByteInspector` owns host regions and knows every byte of them.  Sources hold a pattern whose bytes are all
+A :class:`ByteInspector` owns regions, on the host or on a device, and knows every byte of them.  Sources hold a pattern whose bytes are all
 below 128, destinations a poison whose bytes are all above, both different at every place: so a byte that was not
 written, was written twice from different places, or came from elsewhere shows itself.
 
@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connector import MemoryRegion
+from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.segments import Segments
+from kvbaton_conformance import device_memory
+from kvbaton_conformance.device_memory import window
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,11 +62,14 @@ class ByteInspector:
     """The memory of one end, under a test's own eyes.
 
     ``name`` appears in messages; ``seed`` makes patterns repeatable and different from other inspectors'.
+    ``kind``: where it allocates.  On a device every look is a plain copy to the host, made when it is asked for and not
+    before: nothing orders it behind the transport but what the transport has proved.
     Threading: reads while a transport writes may see anything; look when it is quiet.
     """
 
-    def __init__(self, name: str, seed: int = 0) -> None:
+    def __init__(self, name: str, seed: int = 0, kind: MemoryKind = "host") -> None:
         self.name = name
+        self.kind = kind
         self._seed = seed
         self._regions: dict[int, MemoryRegion] = {}
 
@@ -73,8 +78,8 @@ class ByteInspector:
         return tuple(self._regions.values())
 
     def allocate(self, id: int, nbytes: int) -> MemoryRegion:
-        """A new poisoned host region of ``nbytes`` bytes."""
-        return self.adopt(MemoryRegion.of_array(id, np.empty(nbytes, dtype=np.uint8)))
+        """A new poisoned region of ``nbytes`` bytes."""
+        return self.adopt(device_memory.allocate(id, self.kind, 0, nbytes))
 
     def adopt(self, region: MemoryRegion) -> MemoryRegion:
         """Take over a region that somebody else allocated, for instance the transport, and poison it."""
@@ -94,25 +99,26 @@ class ByteInspector:
 
     def read(self, where: Segments) -> bytes:
         """The bytes of each segment now, one after the other."""
-        views = {id: region.view() for id, region in self._regions.items()}
+        named = set(where.region.tolist())
+        views = {id: np.asarray(window(region)) for id, region in self._regions.items() if id in named}
         return b"".join(views[id][start : start + length].tobytes() for id, start, length in where.triples())
 
     def write(self, where: Segments, data: bytes) -> None:
         """Put bytes there, one segment after the other: what reuses memory does."""
-        views, at = {id: region.view() for id, region in self._regions.items()}, 0
+        views, at = {id: window(region) for id, region in self._regions.items()}, 0
         for id, start, length in where.triples():
             views[id][start : start + length] = np.frombuffer(data, np.uint8, length, at)
             at += length
 
     def image(self) -> Image:
         """What is there now."""
-        return Image({id: region.view().tobytes() for id, region in self._regions.items()})
+        return Image({id: window(region).tobytes() for id, region in self._regions.items()})
 
     def check(self, expected: Image, clause: str = "T3") -> None:
         """Raise ``AssertionError``, beginning with ``clause``, unless every byte of every region is as expected."""
         problems: list[str] = []
         for id, data in expected.regions.items():
-            wanted, seen = np.frombuffer(data, np.uint8), self._regions[id].view()
+            wanted, seen = np.frombuffer(data, np.uint8), np.asarray(window(self._regions[id]))
             for start, end in _runs(wanted != seen):
                 problems.append(
                     f"region {id}, bytes {start}..{end}: expected {_hex(wanted[start:end])},"
@@ -129,11 +135,10 @@ class ByteInspector:
         self.check(Image(since.regions), clause)
 
     def _fill(self, id: int, high: bool) -> None:
-        view = self._regions[id].view()
+        view = window(self._regions[id])
         generator = np.random.default_rng((self._seed, id, high))
-        view[:] = generator.integers(128, size=view.size, dtype=np.uint8)
-        if high:
-            view |= 128
+        pattern = generator.integers(128, size=view.size, dtype=np.uint8)
+        view[:] = pattern | 128 if high else pattern
 
 
 def _runs(differs: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -90,6 +90,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--connector-option", action="append", metavar="KEY=VALUE", help="an option of that connector; repeatable"
     )
     group.addoption(
+        "--connector-memory", choices=("host", "cuda"), default="host", help="where the memory is that it moves (host)"
+    )
+    group.addoption(
         "--require-env", action="store_true", help="an environment or hardware that is absent is an error, not a skip"
     )
     group.addoption(
@@ -204,7 +207,7 @@ def _judge(collector: pytest.Module, name: str, cls: Any) -> str:
     try:
         subject = cls.subject_for(collector.config)
     except SubjectRefused as error:
-        hardware: str = getattr(cls, "needs_hardware", "")
+        hardware: str = getattr(cls, "needs_hardware", "") or error.hardware
         if not (error.unavailable and hardware):
             return f"{name}: {error}"
         unavailable = f"{hardware}: {error}"
@@ -379,6 +382,8 @@ def _command(config: pytest.Config) -> str:
         words += ["--connector", connector]
     for pair in config.getoption("--connector-option") or ():
         words += ["--connector-option", pair]
+    if (memory := config.getoption("--connector-memory")) != "host":
+        words += ["--connector-memory", memory]
     return shlex.join(words)
 
 
@@ -404,7 +409,8 @@ def _gate(item: pytest.Item, judged: Judged) -> tuple[str, str] | None:
     wanted = [mark.args[0] for mark in item.iter_markers("mode")]
     if wanted and not set(wanted) & set(judged.subject.modes):
         reach = {"in-process": "same_process", "two-processes": "cross_process"}[wanted[0]]
-        return "absent", f"{reach} is not declared"
+        refused = getattr(judged.subject, "refused", {}).get(reach)
+        return "absent", f"{reach}: {refused}" if refused else f"{reach} is not declared"
     return None
 
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.connector import DeviceEvent, MemoryRegion
+from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
 from kvbaton.engine import (
     Admission,
     Allocator,
@@ -37,6 +37,7 @@ from kvbaton.engine import (
 from kvbaton.geometry import Component, KVGeometry, Plane
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Capacity, Reservation, Tables
+from kvbaton_conformance import device_memory
 
 _MASK = (1 << 64) - 1
 _POISON = 0xDD
@@ -227,14 +228,18 @@ class ScriptedEngine:
     there, one in :attr:`fail_range` (P) is reported in blocks that do not exist; :attr:`refuse` answers a reservation
     by refusing it, :attr:`refuse_for_ever` says that asking again is of no use.
 
+    ``cuda``: the number of the CUDA device that its memory lies on; None: on the host.  It computes on the host all the
+    same, and each access is a copy that is over when it returns.
+
     D says that memory is reserved once everything that its device was given before has completed (C2.7).
     """
 
     def __init__(
         self, role: Role, model: ScriptedModel | None = None, layout: ScriptedLayout | None = None, *, chunk: int = 8,
-        device: ScriptedDevice | None = None, prefix_caching: bool = True,
+        device: ScriptedDevice | None = None, prefix_caching: bool = True, cuda: int | None = None,
     ) -> None:  # fmt: skip
         self.role = role
+        self._cuda = cuda
         self.model = model or ScriptedModel()
         self.layout = layout or ScriptedLayout()
         self.chunk = chunk
@@ -288,12 +293,11 @@ class ScriptedEngine:
 
     def regions(self, allocate: Allocator | None) -> Sequence[MemoryRegion]:
         sizes = (self._stride * self.layout.blocks, max(self.model.final_bytes, 1) * self.layout.final_slots)
-        if allocate is None:
-            regions = [MemoryRegion.of_array(i, np.zeros(size, np.uint8)) for i, size in enumerate(sizes)]
-        else:
-            regions = [allocate(i, "host", 0, size) for i, size in enumerate(sizes)]
+        kind: MemoryKind = "host" if self._cuda is None else "cuda"
+        make = allocate or device_memory.allocate
+        regions = [make(i, kind, self._cuda or 0, size) for i, size in enumerate(sizes)]
         self._regions = list(regions)
-        self._memory, self._finals = regions[0].view(), regions[1].view()
+        self._memory, self._finals = device_memory.window(regions[0]), device_memory.window(regions[1])
         self._memory[:] = _POISON
         self._finals[:] = _POISON
         return regions
@@ -686,12 +690,3 @@ class ScriptedEngine:
             del self._cached_blocks[block]
             self._block(block)[:] = _POISON
             self._free.append(block)
-
-
-def distinct_prompts(count: int, lengths: Iterable[int], seed: int = 0) -> list[tuple[int, ...]]:
-    """``count`` prompts that share no prefix, with the given lengths in turn."""
-    sizes = list(lengths)
-    return [
-        tuple(_mix(seed * 1_000_003 + i * 1009 + k) % 50_000 for k in range(sizes[i % len(sizes)]))
-        for i in range(count)
-    ]

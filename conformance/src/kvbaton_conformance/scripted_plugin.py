@@ -69,8 +69,9 @@ class ScriptedPlugin:
             max_tokens=options.max_tokens,
         )  # fmt: skip
         return self.Engine(
-            role, scripted_model(model, options), layout, chunk=options.chunk, prefix_caching=options.prefix_caching
-        )
+            role, scripted_model(model, options), layout, chunk=options.chunk, prefix_caching=options.prefix_caching,
+            cuda=device,
+        )  # fmt: skip
 
 
 def scripted_model(model: str, options: ScriptedOptions) -> ScriptedModel:

@@ -6,14 +6,23 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbaton.connector import Capabilities, ConnectorContext, ConnectorPlugin, Need, Reach, TransferConnector
+from kvbaton.connector import (
+    Capabilities,
+    ConnectorContext,
+    ConnectorPlugin,
+    MemoryKind,
+    Need,
+    Reach,
+    TransferConnector,
+)
 from kvbaton.errors import KvbatonError, PluginUnavailable
 from kvbaton.identity import PeerId
+from kvbaton_conformance import device_memory
 
 #: How a test class may say which connector it means: a name, ``module:object``, a plugin object, or a callable that
 #: returns one.
@@ -28,15 +37,21 @@ METHODS = (
 )  # fmt: skip
 
 
+#: What a kind of memory needs of the machine.
+_HARDWARE: Mapping[MemoryKind, str] = {"cuda": "a CUDA device"}
+
+
 class SubjectRefused(Exception):
     """There is nothing to judge; the message says why and what to do.
 
-    ``unavailable``: the connector is there, but what it needs is not (its ``probe`` said no).
+    ``unavailable``: the connector is there, but what it needs is not (its ``probe`` said no).  ``hardware``: what that
+    is, where what was asked for says so.
     """
 
-    def __init__(self, message: str, *, unavailable: bool = False) -> None:
+    def __init__(self, message: str, *, unavailable: bool = False, hardware: str = "") -> None:
         super().__init__(message)
         self.unavailable = unavailable
+        self.hardware = hardware
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,10 @@ class Subject:
     reaches: frozenset[Reach]
     reference: Reference
     origin: str
+    #: Where the memory of its ends is.
+    memory: MemoryKind = "host"
+    #: What it declares to reach and yet refuses for this kind of memory, and why.
+    refused: Mapping[Reach, str] = field(default_factory=dict)
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -94,7 +113,7 @@ class Subject:
         return tuple(modes)
 
     def need(self, mode: Mode) -> Need:
-        return Need("host", "same_process" if mode == "in-process" else "cross_process")
+        return Need(self.memory, "same_process" if mode == "in-process" else "cross_process")
 
     def header(self) -> list[str]:
         """What a reader of the run must know to judge it."""
@@ -103,7 +122,8 @@ class Subject:
         return [
             f"connector {named}" + (f", options {options}" if options else ""),
             "capabilities of the running connector: " + ", ".join(described(self.capabilities)),
-            f"modes: {', '.join(self.modes)}",
+            f"modes: {', '.join(self.modes)}; memory: {self.memory}",
+            *(f"absent with {self.memory} memory: {reach}: {reason}" for reach, reason in self.refused.items()),
         ]
 
 
@@ -125,8 +145,13 @@ def instance(named: Any) -> Any:
     return named() if callable(named) else named
 
 
-def resolve(named: Any, options: Mapping[str, Any], reference: Reference, title: str) -> Subject:
-    """The subject behind a name, an object or a factory.  Raises :class:`SubjectRefused`."""
+def resolve(
+    named: Any, options: Mapping[str, Any], reference: Reference, title: str, memory: MemoryKind = "host"
+) -> Subject:
+    """The subject behind a name, an object or a factory, with its ends' memory of one kind.
+
+    Raises :class:`SubjectRefused`.
+    """
     from kvbaton.plugins import choose_connector
 
     try:
@@ -140,22 +165,30 @@ def resolve(named: Any, options: Mapping[str, Any], reference: Reference, title:
     valid: Any = None
     reaches: set[Reach] = set()
     refusal: KvbatonError | None = None
+    refused: dict[Reach, str] = {}
     declared: dict[Reach, Capabilities | None] = {}
     for reach in ("same_process", "cross_process", "cross_host"):
         try:
-            plugin, valid = choose_connector(chosen, Need("host", reach), dict(options))
+            plugin, valid = choose_connector(chosen, Need(memory, reach), dict(options))
         except PluginUnavailable as error:
             refusal = refusal or error
+            refused[reach] = str(error)
             continue
         except KvbatonError as error:
             raise SubjectRefused(str(error)) from error
         reaches.add(reach)
-        declared[reach] = plugin.probe(Need("host", reach)).capabilities
+        declared[reach] = plugin.probe(Need(memory, reach)).capabilities
     if plugin is None:
         assert refusal is not None
         raise SubjectRefused(
-            f"connector {title} cannot be judged here, because its probe says no: {refusal}", unavailable=True
-        ) from refusal
+            f"connector {title} cannot be judged here, because its probe says no: {refusal}", unavailable=True,
+            hardware=_HARDWARE.get(memory, ""),
+        ) from refusal  # fmt: skip
+    if memory == "cuda" and (reason := device_memory.absent()):
+        raise SubjectRefused(
+            f"connector {title} cannot be judged on device memory: {reason}", unavailable=True,
+            hardware=_HARDWARE[memory],
+        )  # fmt: skip
     capabilities = _capabilities(plugin, valid, title)
     # a probe that gives no capabilities says only that it is usable: the running connector knows how far it reaches
     reaches = {reach for reach in reaches if declared[reach] is not None or capabilities.reaches(reach)}
@@ -165,9 +198,11 @@ def resolve(named: Any, options: Mapping[str, Any], reference: Reference, title:
             f"connector {title} declares neither same_process nor cross_process: there is no place on this machine"
             " where two of its ends could meet. Declare what it reaches in its Capabilities."
         )
+    refused = {reach: reason for reach, reason in refused.items() if capabilities.reaches(reach)}
     return Subject(
-        title, plugin, valid, dict(options), capabilities, frozenset(reaches), reference, _origin(chosen, plugin)
-    )
+        title, plugin, valid, dict(options), capabilities, frozenset(reaches), reference, _origin(chosen, plugin),
+        memory, refused,
+    )  # fmt: skip
 
 
 def _capabilities(plugin: ConnectorPlugin, options: Any, title: str) -> Capabilities:

@@ -40,6 +40,8 @@ T = TypeVar("T")
 #: Seconds for a process to be ready, and for it to answer one request.
 START_BOUND = 30.0
 ANSWER_BOUND = 20.0
+#: ... and to open an end with device memory, which loads torch and CUDA the first time.
+DEVICE_BOUND = 60.0
 
 #: Which clause a call breaks that does not return.
 _NEVER = {"submit": "T6", "close": "T10", "register": "T1", "connect": "T2"}
@@ -389,8 +391,11 @@ def open_remote_end(
 ) -> RemoteEnd:
     """Open one end in a process of its own; ``how`` goes to :func:`kvbaton_conformance.harness.open_end` there."""
     process = processes.take()
+    how = {"memory_kind": subject.memory, **how}
+    bound = ANSWER_BOUND if subject.memory == "host" else DEVICE_BOUND
     try:
-        capabilities = process.call("open", subject.reference, options, subject.need("two-processes"), peer, how)
+        need = subject.need("two-processes")
+        capabilities = process.call("open", subject.reference, options, need, peer, how, bound=bound)
     except BaseException:
         process.kill()
         raise

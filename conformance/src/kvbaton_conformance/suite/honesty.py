@@ -46,7 +46,7 @@ class Honesty(ConnectorTopic):
         """Each capability of the running connector is that of the probe, or narrower."""
         running = subject.capabilities
         for reach in sorted(subject.reaches):
-            probed = subject.plugin.probe(Need("host", reach)).capabilities
+            probed = subject.plugin.probe(Need(subject.memory, reach)).capabilities
             if probed is None:
                 continue
             wider = [name for name in _names() if _wider(name, getattr(running, name), getattr(probed, name))]
@@ -245,7 +245,7 @@ def _as_declared(subject: Subject) -> Subject:
 
     class Asked(Subject):
         def need(self, mode: object) -> Need:
-            return Need("host", "same_process")
+            return Need(self.memory, "same_process")
 
     return Asked(**{item.name: getattr(subject, item.name) for item in fields(subject)})
 
@@ -273,8 +273,8 @@ def _reaches_its_own_process(end: LocalEnd, reference: object, options: dict[str
     from kvbaton_conformance.subject import Reference
 
     assert isinstance(reference, Reference)
-    plugin, valid = choose_connector(reference.load(), Need("host", "cross_process"), options)
-    other = open_end(plugin, valid, PeerId.start("decode-here"), connect_deadline=1.0)
+    plugin, valid = choose_connector(reference.load(), Need(end.memory.kind, "cross_process"), options)
+    other = open_end(plugin, valid, PeerId.start("decode-here"), connect_deadline=1.0, memory_kind=end.memory.kind)
     pair = Pair(end, other)
     try:
         for one, two in ((end, other), (other, end)):
@@ -295,7 +295,7 @@ def _revokes(end: LocalEnd, transfer: str) -> object:
 def _allocates(end: LocalEnd) -> tuple[bool, str]:
     """What the plugin itself does, not the guard."""
     try:
-        region = end.connector.allocate(5, "host", 0, 4096)
+        region = end.connector.allocate(5, end.memory.kind, 0, 4096)
     except CapabilityError as error:
         return False, str(error)
     return True, str(region)

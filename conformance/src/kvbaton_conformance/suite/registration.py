@@ -8,6 +8,7 @@ import pytest
 from kvbaton.connector import MAX_ENDPOINT_BYTES, MemoryKind, MemoryRegion
 from kvbaton.errors import CapabilityError, KvbatonError, LocalProtocolError, RegistrationError
 from kvbaton_conformance.clauses import require
+from kvbaton_conformance.device_memory import window
 from kvbaton_conformance.harness import LocalEnd
 from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
 
@@ -139,14 +140,14 @@ def _registers_again(end: LocalEnd) -> str:
 def _allocates_zeroed(end: LocalEnd) -> list[str]:
     problems, addresses = [], set()
     for id, nbytes in enumerate((1, 4096, 65536 + 8)):
-        region = end.guard.allocate(id, "host", 0, nbytes)
+        region = end.guard.allocate(id, end.memory.kind, 0, nbytes)
         addresses.add(region.address)
         if (region.id, region.length) != (id, nbytes):
             problems.append(
                 f"allocate({id}, {nbytes} bytes) returned region {region.id} with {region.length} bytes: bounds are"
                 " checked against what was asked for"
             )
-        elif region.view().any():
+        elif window(region).any():
             problems.append(f"allocate() of {nbytes} bytes returned memory that is not zeroed")
         end.memory.adopt(region)
     if len(addresses) != 3:

@@ -7,6 +7,7 @@ import pytest
 from kvbaton.connector import ConnectorContext
 from kvbaton.errors import Outstanding
 from kvbaton.identity import PeerId
+from kvbaton_conformance import shared_memory
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause, require
 from kvbaton_conformance.harness import LocalEnd, Pair
 from kvbaton_conformance.leaks import holdings, left_behind
@@ -113,7 +114,7 @@ class Teardown(ConnectorTopic):
         if mode == "in-process":
             process = PeerProcess()
             try:
-                process.call("open_pair", subject.reference, dict(subject.given_options), closes)
+                process.call("open_pair", subject.reference, dict(subject.given_options), closes, subject.memory)
             except BaseException:
                 process.kill()
                 raise
@@ -168,26 +169,29 @@ def _close_now(end: LocalEnd) -> tuple[int, str]:
     return waiting, "closed"
 
 
-def _open_and_close_many(_end: LocalEnd, reference: object, options: dict[str, object], mode: Mode) -> list[str]:
+def _open_and_close_many(end: LocalEnd, reference: object, options: dict[str, object], mode: Mode) -> list[str]:
     from kvbaton.connector import MemoryRegion, Need
     from kvbaton.plugins import choose_connector
     from kvbaton_conformance.inspector import ByteInspector
     from kvbaton_conformance.subject import Reference
 
     assert isinstance(reference, Reference)
-    need = Need("host", "same_process" if mode == "in-process" else "cross_process")
+    kind = end.memory.kind
+    need = Need(kind, "same_process" if mode == "in-process" else "cross_process")
     plugin, valid = choose_connector(reference.load(), need, options)
 
     def once(number: int) -> None:
-        connector = plugin.open(valid, ConnectorContext(PeerId.start(f"stage-{number}")))
-        memory = ByteInspector("memory")
+        device = 0 if kind == "cuda" else None
+        connector = plugin.open(valid, ConnectorContext(PeerId.start(f"stage-{number}"), device))
+        memory = ByteInspector("memory", kind=kind)
         if connector.capabilities.memory_origin == "allocated":
-            regions: list[MemoryRegion] = [connector.allocate(0, "host", 0, 8192)]
+            regions: list[MemoryRegion] = [connector.allocate(0, kind, 0, 8192)]
         else:
             regions = [memory.allocate(0, 8192)]
         connector.register(regions)
         connector.metadata()
         connector.poll()
+        shared_memory.notice()
         connector.close()
 
     once(0)

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvbaton.connector import MemoryKind
 from kvbaton.identity import PeerId
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause
 from kvbaton_conformance.harness import REGIONS, End, LocalEnd, Pace, Pair, close_ends, open_end, steady
@@ -111,12 +112,15 @@ class Conformance:
 class ConnectorSubject(Conformance):
     """Judges a connector, which a subclass names; without one, the command line must."""
 
-    settable = frozenset({"connector", "connector_options", "needs_hardware"})
+    settable = frozenset({"connector", "connector_options", "connector_memory", "needs_hardware"})
 
     #: An entry point's name, ``module:object``, a plugin object, or a callable that returns one (as a staticmethod).
     connector: ClassVar[Any] = None
     #: Options of the connector, as in ``transport.options``.
     connector_options: ClassVar[Mapping[str, Any]] = {}
+    #: Where the memory is that it moves: ``host`` or ``cuda``; unset, the command line says so, or else host.  Without
+    #: a CUDA device, ``cuda`` is a skip, and an error under ``--require-env``.
+    connector_memory: ClassVar[MemoryKind | None] = None
     #: Where set, a connector whose ``probe`` says no is skipped with this reason (and is an error under
     #: ``--require-env``); where not, it is an error always.
     needs_hardware: ClassVar[str] = ""
@@ -127,6 +131,7 @@ class ConnectorSubject(Conformance):
 
         static = inspect.getattr_static(cls, "connector")
         options = dict(cls.connector_options)
+        memory: MemoryKind = cls.connector_memory or config.getoption("--connector-memory")
         if static is None:
             named = config.getoption("--connector")
             if not named:
@@ -134,13 +139,13 @@ class ConnectorSubject(Conformance):
                     f"{cls.__name__} says nothing about which connector it judges: set"
                     f' connector = "NAME" in the class, or pass --connector NAME'
                 )
-            return resolve(named, {**options, **command_line_options(config)}, Reference(named), named)
+            return resolve(named, {**options, **command_line_options(config)}, Reference(named), named, memory)
         if isinstance(static, str):
-            return resolve(static, options, Reference(static), static)
+            return resolve(static, options, Reference(static), static, memory)
         owner = next(base for base in cls.__mro__ if "connector" in vars(base))
         reference = Reference(None, inspect.getfile(owner), owner.__module__, owner.__qualname__)
         title = getattr(static, "name", None) or f"of {cls.__name__}"
-        return resolve(static, options, reference, str(title))
+        return resolve(static, options, reference, str(title), memory)
 
 
 def command_line_options(config: pytest.Config) -> dict[str, str]:
@@ -168,7 +173,8 @@ class Ends:
         subject, peer = self.subject, peer or PeerId.start(name)
         grain = subject.capabilities.alignment
         regions = how.pop("regions", REGIONS)
-        how = {"seed": len(self._ends), "regions": {id: nbytes * grain for id, nbytes in regions.items()}, **how}
+        sizes = {id: nbytes * grain for id, nbytes in regions.items()}
+        how = {"seed": len(self._ends), "regions": sizes, "memory_kind": subject.memory, **how}
         end: End
         if self.mode == "in-process":
             end = open_end(subject.plugin, subject.options, peer, **how)

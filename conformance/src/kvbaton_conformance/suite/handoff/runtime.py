@@ -144,6 +144,7 @@ class Runtime(HandoffTopic):
                     "model": "scripted:1", "engine.name": "kvbaton_conformance.scripted_plugin:plugin",
                     "engine.options": engine.model_dump(mode="json"), "stages.prefill": prefill,
                     "stages.decode": decode, "stages.launch": "inproc" if mode == "in-process" else "process",
+                    "stages.devices": None if subject.memory == "host" else [0] * (prefill + decode),
                     "transfer.chunk_bytes": max(400, 4 * grain), **DEADLINES,
                     **transport_settings(subject, reach, seed=seed, report=report, repeat=repeat),
                 }
