@@ -22,7 +22,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvbaton.connector import Capabilities, Completion, Need, PeerEvent
+from kvbaton.connector import Capabilities, Completion, MemoryKind, Need, PeerEvent
 from kvbaton.errors import KvbatonError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.plugins import choose_connector
@@ -64,10 +64,12 @@ class Peer:
         self._held = holdings()
         return found
 
-    def open_pair(self, reference: Reference, options: Mapping[str, Any], closes: str) -> None:
+    def open_pair(
+        self, reference: Reference, options: Mapping[str, Any], closes: str, kind: MemoryKind = "host"
+    ) -> None:
         """Two ends here, one chunk across, and then close both or neither: what is left is for the process's exit."""
-        plugin, valid = choose_connector(reference.load(), Need("host", "same_process"), dict(options))
-        ends = [open_end(plugin, valid, PeerId.start(name)) for name in ("prefill-0", "decode-0")]
+        plugin, valid = choose_connector(reference.load(), Need(kind, "same_process"), dict(options))
+        ends = [open_end(plugin, valid, PeerId.start(name), memory_kind=kind) for name in ("prefill-0", "decode-0")]
         pair = Pair(ends[0], ends[1])
         pair.connect()
         sent = pair.send(pair.rows((0, 0, 64)), pair.rows((1, 0, 64)))
