@@ -33,6 +33,7 @@ from kvbaton.errors import (
     TransferFailed,
 )
 from kvbaton.identity import RequestKey, new_transfer_id
+from kvbaton.stage import worker
 from kvbaton.stage.stage import Stage, StageOutcome
 from kvbaton.stage.worker import stage_settings
 from kvbaton_conformance.scripted import ScriptedEngine
@@ -500,6 +501,7 @@ def test_a_connector_instance_takes_the_place_of_a_name() -> None:
     with PDRuntime.start(settings(), connector=Mine()) as runtime:
         assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
     assert sorted(opened) == ["decode-0", "prefill-0"]
+    assert worker._given == {}, "a closed runtime keeps the connector that it was given"
 
 
 def test_what_a_stage_is_told_is_plain_json() -> None:

@@ -7,7 +7,7 @@ measurement).
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -66,6 +66,3 @@ class Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of ``tokens`` tokens takes, over all planes."""
         return -(-tokens // self.block_tokens) * self.planes
-
-    def to_builtins(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
