@@ -9,6 +9,7 @@ import contextlib
 import hmac
 import os
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from kvbaton.errors import (
     RegistrationError,
 )
 from kvbaton.identity import PeerId, TransferId
-from kvbaton_nixl import library
+from kvbaton_nixl import cuda, library
 from kvbaton_nixl.link import Ended, Link, LinkBroken, destroy, register
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.words import Hello, Kind, Lobby, Region
@@ -76,6 +77,7 @@ class NixlConnector(ConnectorBase):
         self._count = 0
         self._secret = secrets.token_bytes(16)
         self._closed = False
+        self._thread = 0  # whose CUDA context is the regions'
         self._lobby: Any = library.make_agent(self._name("lobby"), options)
         # before anything is registered, so that it tells how to reach the lobby and nothing else
         self._metadata = Lobby(self._lobby.get_agent_metadata(), self._secret).encode()
@@ -98,9 +100,12 @@ class NixlConnector(ConnectorBase):
                 reason = f"it is {region.kind} memory, and no CUDA device is visible to this process"
             elif len(kinds) > 1:
                 reason = f"there are regions of {' and '.join(kinds)} memory, and one write has one kind on each side"
+            elif region.kind == "cuda":
+                reason = cuda.refusal(region)
             if reason:
                 raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
         self._overlaps(regions)
+        self._enter(regions)
         try:
             tried = register(self._lobby, regions)
             if tried is not None:
@@ -111,6 +116,13 @@ class NixlConnector(ConnectorBase):
                 f"T1: NIXL registers none of {len(regions)} regions: {reason}", reason=reason
             ) from error
         self._regions = tuple(regions)
+
+    def _enter(self, regions: Sequence[MemoryRegion]) -> None:
+        """Once per thread that calls: UCX acts in the CUDA context that is current there."""
+        thread = threading.get_ident()
+        if self._thread != thread and regions and regions[0].kind == "cuda":
+            cuda.make_current(regions[0])
+            self._thread = thread
 
     def _overlaps(self, regions: Sequence[MemoryRegion]) -> None:
         """NIXL takes overlapping regions silently, and then a write may go through either."""
@@ -128,6 +140,7 @@ class NixlConnector(ConnectorBase):
 
     def connect(self, peer: Endpoint) -> None:
         """Make a link for the peer and tell its lobby; it is up when its own hello has come, which names our epoch."""
+        self._enter(self._regions)
         id = peer.peer
         for old in [known for known in self._links if known.name == id.name and known != id]:
             self._lose(old, PeerLost(f"C1.4: {old} was replaced by {id}", peer=old))
@@ -295,6 +308,7 @@ class NixlConnector(ConnectorBase):
     def poll(self) -> Progress:
         if self._closed:
             return IDLE
+        self._enter(self._regions)
         self._hear_hellos()
         now = self._clock()
         for id, link in list(self._links.items()):
