@@ -1,8 +1,8 @@
 """Look at memory without asking the transport: what was there, what should be there now, and what is.
 
-A :class:`ByteInspector` owns regions, on the host or on a device, and knows every byte of them.  Sources hold a pattern whose bytes are all
-below 128, destinations a poison whose bytes are all above, both different at every place: so a byte that was not
-written, was written twice from different places, or came from elsewhere shows itself.
+A :class:`ByteInspector` owns regions, on the host or on a device, and knows every byte of them.  Sources hold a
+pattern whose bytes are all below 128, destinations a poison whose bytes are all above, both different at every place:
+so a byte that was not written, was written twice from different places, or came from elsewhere shows itself.
 
 An :class:`Image` is memory as it should be.  It is built byte by byte with plain Python slices from segment columns,
 by none of the code under test::

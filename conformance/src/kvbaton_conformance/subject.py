@@ -189,7 +189,7 @@ def resolve(
             f"connector {title} cannot be judged on device memory: {reason}", unavailable=True,
             hardware=_HARDWARE[memory],
         )  # fmt: skip
-    capabilities = _capabilities(plugin, valid, title)
+    capabilities = _capabilities(plugin, valid, title, 0 if memory == "cuda" else None)
     # a probe that gives no capabilities says only that it is usable: the running connector knows how far it reaches
     reaches = {reach for reach in reaches if declared[reach] is not None or capabilities.reaches(reach)}
     reaches = {reach for reach in reaches if capabilities.reaches(reach)} or reaches
@@ -205,10 +205,10 @@ def resolve(
     )  # fmt: skip
 
 
-def _capabilities(plugin: ConnectorPlugin, options: Any, title: str) -> Capabilities:
+def _capabilities(plugin: ConnectorPlugin, options: Any, title: str, device: int | None) -> Capabilities:
     """Open one, look, close it."""
     try:
-        connector: TransferConnector = plugin.open(options, ConnectorContext(PeerId.start("conformance-look")))
+        connector: TransferConnector = plugin.open(options, ConnectorContext(PeerId.start("conformance-look"), device))
     except Exception as error:
         raise SubjectRefused(
             f"connector {title} cannot be opened, although its probe says that it is usable:"

@@ -42,6 +42,8 @@ def test_options_come_from_the_file_where_it_names_the_same_transport(kvbaton, t
         (("loopback", "--transport-option", "laps=1"), 'has no option "laps"'),
         (("loopback", "--transport-option", "laps"), "write KEY=VALUE"),
         (("loopback", "--level", "engine"), "write connector, handoff or all"),
+        (("loopback", "--memory", "disk"), "write host or cuda"),
+        (("loopback", "--memory", "cuda"), "loopback moves host memory, not cuda memory"),
         ((), "which connector?"),
     ],
 )
@@ -70,3 +72,5 @@ def test_nothing_of_the_place_it_is_called_from_gets_into_the_run(tmp_path):
     assert [words[at + 1] for at, word in enumerate(words) if word == "--connector-option"] == ["lanes=2", "name=x"]
     assert words[words.index("--conformance-seed") + 1] == "7"
     assert "--require-env" in words
+    assert "--connector-memory" not in words
+    assert "cuda" in command(Order("mine", memory="cuda"), tmp_path)

@@ -43,3 +43,13 @@ class TestShared(EngineConformance):
     model = "tiny-llama"
     engine_options = {**SMALL, "loops": {"max_depth": 4, "layout": "shared", "threshold": 0.6}}
     break_request = staticmethod(break_request)
+
+
+class TestLlamaOnDevice(EngineConformance):
+    """The same on a GPU: its memory is there, and its work is queued."""
+
+    engine = "transformers"
+    model = "tiny-llama"
+    engine_options = SMALL
+    device = 0
+    break_request = staticmethod(break_request)

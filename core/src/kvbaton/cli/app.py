@@ -301,6 +301,9 @@ def conformance_command(
     ] = None,
     config: ConfigFile = None,
     transport_option: TransportOption = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="KIND", help="Where the memory is that it moves: host or cuda.")
+    ] = "host",
     level: Annotated[
         str, typer.Option("--level", metavar="LEVEL", help="connector (two ends), handoff (whole hand-offs), or all.")
     ] = "all",
@@ -328,6 +331,8 @@ def conformance_command(
 
         if level not in ("connector", "handoff", "all"):
             raise SettingsError(f"--level {level}: write connector, handoff or all", key="", origin=None)
+        if memory not in ("host", "cuda"):
+            raise SettingsError(f"--memory {memory}: write host or cuda", key="", origin=None)
         options: dict[str, Any] = {}
         if config is not None or name is None:
             settings, _ = load(config, {}, os.environ, defaults={"model": "(not set)"})
@@ -340,7 +345,7 @@ def conformance_command(
                 key="transport.name", origin=None,
             )  # fmt: skip
         options.update(assignments("--transport-option", transport_option or ()))
-        status = judge(Order(name, options, level, select, report, known_failures, seed, require_env, verbose))
+        status = judge(Order(name, options, level, select, report, known_failures, seed, require_env, verbose, memory))
     raise typer.Exit(status)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK
-from kvbaton.connector import Need
+from kvbaton.connector import MemoryKind, Need
 from kvbaton.errors import ConfigurationError, PluginUnavailable
 from kvbaton.plugins import choose_connector
 
@@ -36,6 +36,7 @@ class Order:
     seed: int | None = None
     require_env: bool = False
     verbose: bool = False
+    memory: str = "host"
 
 
 def command(order: Order, report: Path) -> list[str]:
@@ -50,6 +51,8 @@ def command(order: Order, report: Path) -> list[str]:
     ]  # fmt: skip
     for key, value in order.options.items():
         words += ["--connector-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    if order.memory != "host":
+        words += ["--connector-memory", order.memory]
     if order.select is not None:
         words += ["-k", order.select, "--conformance-partial"]
     if order.known_failures is not None:
@@ -98,11 +101,12 @@ def _look(order: Order) -> None:
     """Whether there is such a connector, its options are valid, and it can be used here; raises what is wrong."""
     if ":" in order.connector and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+    kind: MemoryKind = "cuda" if order.memory == "cuda" else "host"
     try:
-        choose_connector(order.connector, Need("host", "same_process"), dict(order.options))
+        choose_connector(order.connector, Need(kind, "same_process"), dict(order.options))
     except PluginUnavailable:
         # one that works between processes only; if it cannot be used at all, this says why
-        choose_connector(order.connector, Need("host", "cross_process"), dict(order.options))
+        choose_connector(order.connector, Need(kind, "cross_process"), dict(order.options))
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.engine import (
     Admission,
     Allocator,
@@ -30,7 +29,9 @@ from kvbaton.identity import TransferId, new_transfer_id
 from kvbaton.plugins import choose_engine
 from kvbaton.reservation import Reservation, Tables
 from kvbaton.segments import Segments
+from kvbaton_conformance import device_memory
 from kvbaton_conformance.clauses import require
+from kvbaton_conformance.device_memory import window
 from kvbaton_conformance.subject import SubjectRefused
 from kvbaton_conformance.suite.topic import EngineTopic
 
@@ -185,11 +186,11 @@ class Bench:
         return KVMap(self.engine.geometry, self.engine.geometry).plan(tables, tables, start, end)[0]
 
     def read(self, where: Segments) -> list[bytes]:
-        return [self.regions[region].view()[at : at + size].tobytes() for region, at, size in where.triples()]
+        return [window(self.regions[region])[at : at + size].tobytes() for region, at, size in where.triples()]
 
     def write(self, where: Segments, value: int) -> None:
         for region, at, size in where.triples():
-            self.regions[region].view()[at : at + size] = value
+            window(self.regions[region])[at : at + size] = value
 
     def final(self, slot: int) -> Segments:
         segment: Segments = self.engine.geometry.final_segment(slot)
@@ -256,7 +257,7 @@ class Hand:
     def _copy(self, source: Segments, target: Segments) -> int:
         for (region, at, size), (into, start, wanted) in zip(source.triples(), target.triples(), strict=True):
             require(size == wanted, "C3.6", "source and destination segments have other lengths", seen=(size, wanted))
-            self.d.regions[into].view()[start : start + size] = self.p.regions[region].view()[at : at + size]
+            window(self.d.regions[into])[start : start + size] = window(self.p.regions[region])[at : at + size]
         return source.nbytes
 
 
@@ -300,6 +301,8 @@ class EngineSubject:
     options: Any
     vocabulary: int
     capabilities: Abilities
+    #: Number of the CUDA device that it runs on; None: none.
+    device: int | None = None
     modes: tuple[str, ...] = ("in-process",)
 
     def header(self) -> list[str]:
@@ -313,23 +316,26 @@ class EngineSubject:
         ]
 
     def open(self, role: Role) -> Any:
-        return self.plugin.open(self.model, self.options, role, None)
+        return self.plugin.open(self.model, self.options, role, self.device)
 
 
 class BenchTopic(EngineTopic):
-    """Judges an engine, which a subclass names, with its memory on the host.
+    """Judges an engine, which a subclass names, with its memory on the host, or on CUDA device number ``device``.
 
     ``engine``: an entry point's name, ``module:object`` or a plugin object; ``model`` and ``engine_options`` as in the
     settings.  ``vocabulary``: token ids 1 up to this may be in a prompt.  ``break_request(engine, transfer)``, a
     staticmethod: make this one request fail while it is computed.
     """
 
-    settable = frozenset({"engine", "model", "engine_options", "vocabulary", "break_request", "needs_hardware"})
+    settable = frozenset(
+        {"engine", "model", "engine_options", "vocabulary", "device", "break_request", "needs_hardware"}
+    )
 
     engine: ClassVar[Any] = None
     model: ClassVar[str] = ""
     engine_options: ClassVar[Mapping[str, Any]] = {}
     vocabulary: ClassVar[int] = 200
+    device: ClassVar[int | None] = None
     break_request: ClassVar[Any] = None
     needs_hardware: ClassVar[str] = ""
 
@@ -339,18 +345,24 @@ class BenchTopic(EngineTopic):
             raise SubjectRefused(
                 f"{cls.__name__} says nothing about which engine it judges: set engine and model in the class"
             )
+        if cls.device is not None and (reason := device_memory.absent()):
+            raise SubjectRefused(
+                f"engine {cls.engine} cannot be judged on a device: {reason}", unavailable=True,
+                hardware="a CUDA device",
+            )  # fmt: skip
         try:
             plugin, options = choose_engine(cls.engine, dict(cls.engine_options))
             plugin.check(cls.model, options)
         except KvbatonError as error:
             raise SubjectRefused(str(error)) from error
         title = f"{plugin.name} {cls.model}"
-        look = EngineSubject(title, plugin, cls.model, options, cls.vocabulary, Abilities(False, False, False, False))
+        unknown = Abilities(False, False, False, False)
+        look = EngineSubject(title, plugin, cls.model, options, cls.vocabulary, unknown, cls.device)
         try:
             able = _abilities(look, cls.break_request is not None)
         except Exception as error:
             raise SubjectRefused(f"engine {title} cannot be opened: {type(error).__name__}: {error}") from error
-        return EngineSubject(title, plugin, cls.model, options, cls.vocabulary, able)
+        return EngineSubject(title, plugin, cls.model, options, cls.vocabulary, able, cls.device)
 
     @pytest.fixture
     def open_bench(self, subject: EngineSubject) -> Iterator[Callable[..., Bench]]:
@@ -397,12 +409,6 @@ class Ask:
         draw = np.random.default_rng(text)
         prompt = tuple(int(token) for token in draw.integers(1, self._vocabulary, size=length))
         return Request(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling))
-
-
-def host_memory(id: int, kind: MemoryKind, _device: int, nbytes: int) -> MemoryRegion:
-    """An allocator of ordinary memory, as a transport that allocates has one."""
-    require(kind == "host", "T1", "the engine asks for memory that this bench cannot look into", seen=kind)
-    return MemoryRegion.of_array(id, np.zeros(nbytes, np.uint8))
 
 
 def _abilities(subject: EngineSubject, breakable: bool) -> Abilities:

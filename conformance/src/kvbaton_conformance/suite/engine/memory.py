@@ -7,8 +7,9 @@ import pytest
 from kvbaton.connector import MemoryRegion
 from kvbaton.engine import Role
 from kvbaton.geometry import KVGeometry
+from kvbaton_conformance import device_memory
 from kvbaton_conformance.clauses import require
-from kvbaton_conformance.suite.engine.bench import Ask, Bench, BenchTopic, Hand, OpenBench, host_memory
+from kvbaton_conformance.suite.engine.bench import Ask, Bench, BenchTopic, Hand, OpenBench
 
 
 class EngineMemory(BenchTopic):
@@ -52,7 +53,7 @@ class EngineMemory(BenchTopic):
         given: list[MemoryRegion] = []
 
         def allocate(id: int, kind: str, device: int, nbytes: int) -> MemoryRegion:
-            given.append(host_memory(id, kind, device, nbytes))  # type: ignore[arg-type]
+            given.append(device_memory.allocate(id, kind, device, nbytes))  # type: ignore[arg-type]
             return given[-1]
 
         hand = Hand(open_bench(Role.PREFILL, allocate), open_bench(Role.DECODE, allocate))
