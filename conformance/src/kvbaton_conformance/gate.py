@@ -39,6 +39,7 @@ from kvbaton.connector import (
 from kvbaton.errors import TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
+from kvbaton_conformance import shared_memory
 
 #: What can be held: new chunks are not taken; completions, receipts are not reported; the transport is not polled.
 Held = Literal["submissions", "completions", "receipts", "polls"]
@@ -217,6 +218,7 @@ class Gate:
 
     def close(self) -> None:
         self.calls.append(("close", None))
+        shared_memory.notice()
         self.connector.close()
 
     def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:

@@ -14,7 +14,7 @@ from kvbaton_conformance.leaks import holdings, left_behind
 _SLACK = 0.5
 
 #: Modules of the kit that keep books of their own, which a loop empties by itself.
-_KIT = ("growth", "harness", "inspector", "leaks", "peer_process", "two_process", "witness")
+_KIT = ("growth", "harness", "inspector", "leaks", "peer_process", "shared_memory", "two_process", "witness")
 
 _CONTAINERS = (dict, set, list, deque)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvbaton_conformance import shared_memory
 
 #: Threads of the kit itself are named so.
 OWN_THREADS = "kvbaton-conformance"
@@ -57,20 +58,24 @@ class Holdings:
             found += [f"native thread {name!r}" for _, name in sorted(self.native - before.native)]
         found += [f"descriptor {fd} ({target})" for fd, target in sorted(self.descriptors - before.descriptors)]
         found += [f"child process {pid} ({_command(pid)})" for pid in sorted(self.children - before.children)]
-        new = [name for name in sorted(self.shared_memory - before.shared_memory) if not _is_elsewhere(name)]
-        return found + [f"shared-memory object /dev/shm/{name}" for name in new]
+        new = sorted(self.shared_memory - before.shared_memory)
+        return found + [
+            f"shared-memory object {name}" for name in new if shared_memory.of_this_run(name, _own_processes)
+        ]
 
 
 def holdings() -> Holdings:
     """What this process holds now."""
+    objects = shared_memory.objects()
+    own(descriptor=shared_memory.evidence().descriptor)
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith(OWN_THREADS)]
     own_native = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_THREADS)}
     return Holdings(
         frozenset((thread.ident or 0, thread.name) for thread in threads),
         frozenset((tid, name) for tid, name in _native() if tid not in own_native),
         frozenset(_descriptors()),
-        frozenset(pid for pid in _children() if pid not in _own_processes),
-        frozenset(_names(Path("/dev/shm"))),
+        frozenset(pid for pid in shared_memory.children("self") if pid not in _own_processes),
+        objects,
     )
 
 
@@ -107,25 +112,8 @@ def _descriptors() -> Iterator[tuple[int, str]]:
                 yield int(fd), str(Path(f"/proc/self/fd/{fd}").readlink())
 
 
-def _children() -> Iterator[int]:
-    for tid in _names(Path("/proc/self/task")):
-        with contextlib.suppress(OSError):
-            yield from map(int, Path(f"/proc/self/task/{tid}/children").read_text().split())
-
-
 def _command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return "ended"
-
-
-def _is_elsewhere(name: str) -> bool:
-    """Whether a process that has nothing to do with us uses this object: other programs run on this machine too."""
-    family = {os.getpid(), *_children(), *_own_processes}
-    for pid in _names(Path("/proc")):
-        if pid.isdigit() and int(pid) not in family:
-            with contextlib.suppress(OSError):
-                if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
-                    return True
-    return not Path("/dev/shm", name).exists()

@@ -27,6 +27,7 @@ from kvbaton.errors import KvbatonError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
+from kvbaton_conformance import shared_memory
 from kvbaton_conformance.harness import Heard, LocalEnd, Pair, close_ends, open_end
 from kvbaton_conformance.leaks import Holdings, holdings, left_behind, own
 from kvbaton_conformance.subject import Reference
@@ -168,6 +169,7 @@ def main() -> int:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     own(descriptor=descriptor)
+    shared_memory.join()
     pipe = Connection(descriptor)
     with contextlib.suppress(EOFError):
         sys.path[:] = pipe.recv()

@@ -29,6 +29,7 @@ from kvbaton.connector import (
 from kvbaton.errors import KvbatonError, Outstanding, RegistrationError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
+from kvbaton_conformance import shared_memory
 
 Key = tuple[TransferId, int]
 T = TypeVar("T")
@@ -133,6 +134,7 @@ class Witness:
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._pass("register", lambda: self.connector.register(regions))
+        shared_memory.notice()
 
     def metadata(self) -> bytes:
         metadata = self._pass("metadata", self.connector.metadata)
@@ -166,6 +168,8 @@ class Witness:
             self.note("T5", f"poll() returned {type(found).__name__}, not Progress")
             return IDLE
         progress: Progress = found
+        if progress:
+            shared_memory.notice_now_and_then()
         for completion in progress.completions:
             self._completion(completion)
         for receipt in progress.receipts:
@@ -206,6 +210,7 @@ class Witness:
         return self._pass("outstanding", self.connector.outstanding)
 
     def close(self) -> None:
+        shared_memory.notice()
         self._pass("close", self.connector.close)
 
     def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:

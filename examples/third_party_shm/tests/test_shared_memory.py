@@ -15,6 +15,7 @@ from kvbaton.connector import ConnectorContext, Need, Outcome
 from kvbaton.errors import CapabilityError, RegistrationError
 from kvbaton.identity import PeerId
 from kvbaton_conformance.harness import PATIENCE, open_end, open_pair, segments
+from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Reference, resolve
 from kvbaton_conformance.two_process import Processes, remote_pair
 from kvbaton_example_shm import plugin
@@ -101,7 +102,7 @@ def test_what_cannot_be_shared_is_refused():
 @pytest.mark.clause("T10", "T7", "T5")
 def test_a_killed_process_leaves_nothing_and_crashes_nobody():
     subject = resolve("example_shm", {}, Reference("example_shm"), "example_shm")
-    before = set(Path("/dev/shm").iterdir())
+    before = holdings()
     processes = Processes()
     with remote_pair(processes, subject) as pair:
         sent = pair.send(segments((0, 0, 256)), segments((1, 0, 256)))
@@ -115,7 +116,7 @@ def test_a_killed_process_leaves_nothing_and_crashes_nobody():
         ends = {c.sequence: (c.outcome, c.terminal) for c in pair.source.completions}
         assert ends == {0: (Outcome.DONE, True), 1: (Outcome.FAILED, True)}
     assert not processes.close()
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert not left_behind(before)
     assert name not in Path("/proc/net/unix").read_text()
 
 

@@ -61,7 +61,9 @@ class Run:
         missing = [test for test in trial.tests if test not in failed]
         caught = trial.caught
         if caught is None:
-            self._say(trial, "NOT CAUGHT", trial.ended or "its tests pass; look for another with --search")
+            others = "; ".join(f"{one.test} failed by {one.clause}: {one.message}" for one in trial.failures)
+            what = others or f"{trial.ran} of {len(trial.tests)} tests on record for it ran and passed"
+            self._say(trial, "NOT CAUGHT", f"{trial.ended} {what}")
         elif missing:
             self._say(trial, "CAUGHT, BUT", f"these tests, which it proves, pass: {', '.join(missing)} {trial.ended}")
         else:

@@ -253,17 +253,21 @@ def _judge_instead(items: Sequence[Any], connector: str) -> None:
             try:
                 judged.subject = resolve(connector, {}, Reference(connector), connector)
             except SubjectRefused as error:
-                judged.subject = _Refuses(str(error))
+                judged.subject = _Refuses(error)
 
 
 class _Refuses:
-    """Stands for a subject that could not even be opened: whatever asks it fails with the reason."""
+    """Stands for a subject that could not even be opened: whatever asks it fails with the reason.
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    The error is kept with its traceback, and so is a connector that could not be closed: what the collector says of its
+    sockets would otherwise come in the middle of a test, and stand for the reason.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(self.reason)
+        raise AssertionError(str(self._error))
 
 
 def _be_impatient() -> None:
