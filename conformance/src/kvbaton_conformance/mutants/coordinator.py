@@ -178,7 +178,7 @@ guard(
 )  # fmt: skip
 guard(
     "C.stop-joins-senders", "receivers are stopped before every sender was joined", "C6.2",
-    edit(C._stop_receivers, "if self._stopping != 1 or any(p.status is not _FENCED for p in self._prefills.values()):",
+    edit(C._stop_receivers, "if self._stopping != 1 or not all(_over(p) for p in self._prefills.values()):",
          "if self._stopping != 1:"),
 )  # fmt: skip
 guard(
