@@ -232,7 +232,11 @@ def test_an_unknown_flag_key_is_refused():
         ("deadline.chunk", 0, "must be greater than 0"),
         ("deadline.chunk", "inf", "must be a number"),
         ("deadline.chunk", "nan", "must be"),
-        ("stages.launch", "proces", "must be one of 'auto', 'inproc', 'process' or 'remote'. Did you mean \"process\"?"),
+        (
+            "stages.launch",
+            "proces",
+            "must be one of 'auto', 'inproc', 'process' or 'remote'. Did you mean \"process\"?",
+        ),
         ("model", "", "must not be empty"),
         ("transport", "nixl", "is a table of settings, not a single value"),
         ("transport.options", "x", "is a table of settings, not a single value"),
