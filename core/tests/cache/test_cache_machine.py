@@ -110,8 +110,11 @@ class CacheMachine(RuleBasedStateMachine):
             if block not in held and block in published and block not in self.cached:
                 self.cached.append(block)
 
-    def publish(self, twin: Twin) -> None:
-        for end in range(BLOCK, twin.valid + 1, BLOCK):
+    def publish(self, twin: Twin, before: int) -> None:
+        """Each block is offered once, when it becomes valid; if its content was cached then and is forgotten later, the
+        block that was not needed is not offered again.
+        """
+        for end in range((before // BLOCK + 1) * BLOCK, twin.valid + 1, BLOCK):
             self.content.setdefault(tuple(twin.tokens[:end]), twin.blocks[end // BLOCK - 1])
 
     def pick(self, index: int, *states: SequenceState) -> Twin | None:
@@ -155,17 +158,17 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 9), part=st.floats(0, 1))
     def advance(self, index: int, part: float) -> None:
         if twin := self.pick(index, SequenceState.OPEN):
-            room = min(len(twin.tokens), len(twin.blocks) * BLOCK)
+            room, before = min(len(twin.tokens), len(twin.blocks) * BLOCK), twin.valid
             twin.valid += int(part * (room - twin.valid))
             self.cache.advance(twin.real, twin.valid)
-            self.publish(twin)
+            self.publish(twin, before)
 
     @rule(index=st.integers(0, 9))
     def complete_import(self, index: int) -> None:
         if twin := self.pick(index, SequenceState.IMPORTING):
-            twin.valid, twin.state = len(twin.tokens), SequenceState.OPEN
+            before, twin.valid, twin.state = twin.valid, len(twin.tokens), SequenceState.OPEN
             self.cache.complete_import(twin.real, twin.valid)
-            self.publish(twin)
+            self.publish(twin, before)
 
     @rule(index=st.integers(0, 9))
     def preempt(self, index: int) -> None:
