@@ -46,7 +46,6 @@ from kvbaton_conformance.mutants.reference import (
     Bye,
     Data,
     Hello,
-    Options,
     ReferenceConnector,
     ReferencePlugin,
     Route,
@@ -768,7 +767,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         super().hear(stream, word)
 
 
-# -- T10, T11, T12: what is left ----------------------------------------------------------------------------------------
+# -- T10, T11, T12: what is left ---------------------------------------------------------------------------------------
 
 
 @broken("close-leaves-a-thread", "a thread is alive after close", "T10")
@@ -931,7 +930,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         super().wait(timeout)
 
 
-# -- T13: honesty ---------------------------------------------------------------------------------------------------------
+# -- T13: honesty ------------------------------------------------------------------------------------------------------
 
 
 @broken("revokes-without-declaring-it", "revoke() works and revocable is not declared", "T13")
@@ -1060,7 +1059,7 @@ class _Lax(BaseModel):
 class _TakesAnything(ReferencePlugin):
     Options = _Lax  # type: ignore[assignment]
 
-    def open(self, options: Options, context: ConnectorContext) -> ReferenceConnector:
+    def open(self, options: BaseModel, context: ConnectorContext) -> ReferenceConnector:
         return super().open(options, context)
 
 
@@ -1071,7 +1070,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
     pass
 
 
-# -- memory of the transport's own ------------------------------------------------------------------------------------------
+# -- memory of the transport's own -------------------------------------------------------------------------------------
 
 
 class _Own(ReferenceConnector):

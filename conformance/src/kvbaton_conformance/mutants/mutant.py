@@ -62,7 +62,7 @@ class Edit:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within, the function does what its edited source says, for whoever holds it."""
-        target = self._target
+        target: Any = self._target
         code, before = self.compile(), target.__code__
         target.__code__ = code
         try:

@@ -493,7 +493,7 @@ class ReferencePlugin:
             return Availability(False, f"it moves host memory on one host, not {need}", "choose another", able)
         return Availability(True, capabilities=able)
 
-    def open(self, options: Options, context: ConnectorContext) -> ReferenceConnector:
+    def open(self, options: BaseModel, context: ConnectorContext) -> ReferenceConnector:
         return self.connector(context.peer)
 
 

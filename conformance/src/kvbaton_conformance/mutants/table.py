@@ -31,8 +31,8 @@ def table(mutants: Mapping[str, Mutant], record: Record) -> str:
     lines = [
         _HEAD,
         (
-            f"{len(mutants)} mutants, {caught} caught; {guards} of them are the guards of the protocol's model, whose names"
-            " begin with `C.`, `P.`, `D.` or `T.`.\n"
+            f"{len(mutants)} mutants, {caught} caught; {guards} of them are the guards of the protocol's model, whose"
+            " names begin with `C.`, `P.`, `D.` or `T.`.\n"
         ),
     ]
     for place, title in _TITLES.items():
