@@ -111,7 +111,9 @@ class KVCache:
         return True
 
     def advance(self, sequence: KVSequence, valid: int) -> None:
-        """KV of the first ``valid`` tokens is in place, never to be written again; full blocks become shareable, each once."""
+        """KV of the first ``valid`` tokens is in place, never to be written again.  Full blocks become shareable, each
+        once.
+        """
         self._expect(sequence, "advance", SequenceState.OPEN)
         self._validate(sequence, valid)
 
