@@ -563,3 +563,28 @@ def test_transports_whose_wires_differ_are_not_connected() -> None:
     world.run_until(world.idle)
     world.check_answer("a")
     world.finish()
+
+
+@pytest.mark.clause("T5", "C2.3")
+def test_who_waits_for_the_transport(world: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P waits on it while chunks are under way; D polls it eagerly until all has come, and then for P's sake only."""
+    p, d = (world.seats[name] for name in ("prefill-0", "decode-0"))
+    waits: list[str] = []
+    monkeypatch.setattr(p.guard, "wait", lambda timeout: waits.append("transport"))
+    monkeypatch.setattr(type(p.stage.channel), "wait", lambda self, timeout: waits.append("channel"))
+    assert (p.stage.live, d.stage.live) == (False, False)
+    p.stage.wait(0.1)
+    world.submit("a", REQUEST)
+    reach_posted(world)
+    p.stage._reports.clear()
+    p.stage.wait(0.1)
+    assert waits == ["channel", "transport"]
+    assert (p.stage.urgent, d.stage.urgent) == (True, True)
+    world.let_go()
+    reach_decoding(world)
+    assert (d.stage.live, d.stage.urgent) == (True, False)
+    world.run_until(world.idle)
+    assert (p.stage.live, d.stage.live) == (False, False)
+    assert not d.guard._received
+    monkeypatch.undo()
+    world.finish()

@@ -307,7 +307,11 @@ class TransferConnector(Protocol):
         """At the source: the destination has received this transfer.  The last call for it."""
 
     def wait(self, timeout: float) -> None:
-        """Return within ``timeout`` seconds, earlier when ``poll()`` may have something."""
+        """Return within ``timeout`` seconds, earlier when ``poll()`` may have something.
+
+        At the source, while chunks are under way, the pump spends its pauses here (of half a millisecond at most): what
+        comes next is most likely a completion.  ``poll`` is called whether or not it returned early.
+        """
 
 
 class ConnectorBase:

@@ -147,6 +147,8 @@ class GuardedConnector:
         # the same by transfer: a word about one transfer must not cost a look at all
         self._flights: dict[TransferId, dict[int, _Flight]] = {}
         self._grants: dict[TransferId, PeerId] = {}
+        #: Of those, the ones of which everything has come.
+        self._received: set[TransferId] = set()
         #: Of those, the ones whose revocation has raised: said once, though it is tried again.
         self._revoke_failing: set[TransferId] = set()
         self._news = _News()
@@ -179,6 +181,16 @@ class GuardedConnector:
             or self._grants
             or self._news
             or any(peer.state in transient for peer in tuple(self._peers.values()))
+        )
+
+    @property
+    def awaits(self) -> bool:
+        """Whether somebody waits for what ``poll`` will find, so that it should be called often.
+
+        Not so where only grants are left of which everything was received: then ``poll`` is called for the peers' sake.
+        """
+        return self.needs_polling and bool(
+            self._posted or self._news or len(self._grants) > len(self._received) or not self._grants
         )
 
     @property
@@ -454,6 +466,12 @@ class GuardedConnector:
             raise CapabilityError(f"T13: {self._transport} does not declare revocable", capability="revocable")
         return self._revoke(transfer)
 
+    def received(self, transfer: TransferId) -> None:
+        """Everything of a granted transfer has come; only its peer may still want ``poll`` to be called."""
+        self._enter()
+        if transfer in self._grants:
+            self._received.add(transfer)
+
     def forget(self, transfer: TransferId) -> None:
         """This side is done with ``transfer``, its memory is quiet: nothing of it is kept (T12).  Twice is once."""
         self._enter()
@@ -461,6 +479,7 @@ class GuardedConnector:
             # a transport that keeps grants has no other word that this one is over
             self._revoke(transfer)
             self._grants.pop(transfer, None)
+            self._received.discard(transfer)
             self._revoke_failing.discard(transfer)
         for peer in self._peers.values():
             if peer.checked is not None and peer.checked.transfer == transfer:
@@ -845,6 +864,7 @@ class GuardedConnector:
             return False
         if revoked:
             self._grants.pop(transfer, None)
+            self._received.discard(transfer)
             self._revoke_failing.discard(transfer)
         return revoked
 

@@ -115,6 +115,7 @@ class DecodeStage(Stage):
                 except KvbatonError as error:
                     self._fail(transfer, error)  # C hears of it after the Reserved, which is next in line
             case fx.Import(transfer, valid):
+                self.guard.received(transfer)
                 self._post_command(loop.Import(transfer, valid, self.machine.begin_import))
             case fx.Revoke(transfer):
                 if self.guard.capabilities.revocable:

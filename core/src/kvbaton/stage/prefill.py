@@ -277,5 +277,8 @@ class PrefillStage(Stage):
         cached = self._transfers[message.transfer].cached
         return msgspec.structs.replace(super()._committed(message), segments=segments, nbytes=nbytes, cached=cached)
 
+    def _expects_transport(self) -> bool:
+        return self.guard.outstanding() > 0
+
     def _settled(self) -> bool:
         return not self.guard.outstanding()

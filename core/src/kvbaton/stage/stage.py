@@ -128,11 +128,20 @@ class Stage(ABC):
         return self.guard.needs_polling or bool(self._quiet) or self._stop_by is not None or self._has_pending()
 
     @property
+    def urgent(self) -> bool:
+        return self.guard.awaits or bool(self._quiet) or self._stop_by is not None or self._has_pending()
+
+    @property
     def ended(self) -> bool:
         return self.outcome is not None
 
     def wait(self, timeout: float) -> None:
-        if not self._reports:
+        """Where the next event will most likely come from the transport, on that: a message then waits for as long."""
+        if self._reports:
+            return
+        if self._expects_transport():
+            self.guard.wait(timeout)
+        else:
             self.channel.wait(timeout)
 
     def report(self, report: loop.Report) -> None:
@@ -183,6 +192,10 @@ class Stage(ABC):
         return False
 
     def _has_pending(self) -> bool:
+        return False
+
+    def _expects_transport(self) -> bool:
+        """Whether the pump's short pauses are spent on the connector's ``wait`` rather than on the channel's."""
         return False
 
     def _settled(self) -> bool:

@@ -1,0 +1,67 @@
+"""How long the pump pauses, and for whom (the connector is polled on each of its passes)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from kvbaton.stage.pump import PARKED_SECONDS, Pump
+
+MIN, MAX = 0.00005, 0.0005
+
+
+class Script:
+    """What each pass finds, in turn: ``busy``, ``urgent``, ``live`` (of use to a peer only) or ``parked``."""
+
+    def __init__(self, passes: Iterable[str]) -> None:
+        self._passes = iter(passes)
+        self._now = "busy"
+        self.pauses: list[float] = []
+        self.ended = False
+
+    def advance(self) -> bool:
+        found = next(self._passes, None)
+        self.ended, self._now = found is None, found or "busy"
+        return self._now == "busy"
+
+    @property
+    def live(self) -> bool:
+        return self._now in ("urgent", "live")
+
+    @property
+    def urgent(self) -> bool:
+        return self._now == "urgent"
+
+    def wait(self, timeout: float) -> None:
+        self.pauses.append(timeout)
+
+
+def pauses(*passes: str) -> list[float]:
+    script = Script(passes)
+    escaped: list[BaseException] = []
+    pump = Pump(script, name="pump", idle_min=MIN, idle_max=MAX, failed=escaped.append)
+    pump.start()
+    assert pump.join(10)
+    assert not escaped
+    return [round(pause, 6) for pause in script.pauses]
+
+
+def test_pauses_double_up_to_the_longest_and_begin_anew_after_work() -> None:
+    grown = [0.00005, 0.0001, 0.0002, 0.0004, 0.0005, 0.0005]
+    assert pauses(*["urgent"] * 6) == grown
+    assert pauses(*["urgent"] * 6, "busy", *["urgent"] * 6) == grown * 2
+    assert pauses("busy", "busy") == []
+
+
+def test_where_only_a_peer_wants_polling_pauses_grow_longer() -> None:
+    grown = pauses(*["live"] * 12)
+    assert grown[:5] == [0.00005, 0.0001, 0.0002, 0.0004, 0.0008]
+    assert grown[-1] == grown[-2] == 0.005
+    # the moment that somebody waits here they are short again
+    assert pauses(*["live"] * 12, "urgent")[-1] == MAX
+
+
+@pytest.mark.parametrize("before", ["urgent", "live"])
+def test_with_nothing_live_the_pump_is_parked(before: str) -> None:
+    assert pauses(*[before] * 8, "parked", "parked", before)[-3:] == [PARKED_SECONDS, PARKED_SECONDS, MIN]
