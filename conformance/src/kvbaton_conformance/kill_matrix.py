@@ -37,13 +37,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
+from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load, messages
 from kvbaton.connector import Need
 from kvbaton.errors import KvbatonError
 from kvbaton.handoff.table import Milestones
 from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
+from kvbaton.service import _Census
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.halt import GO, MARK, Point
 from kvbaton_conformance.leaks import holdings, left_behind
@@ -321,11 +322,27 @@ class _Trial:
         busy = self.cell.survivor_busy
         if busy is None:
             return
+        self._hear_from(busy)
         book = self.fleet.runtime._service.call(self.fleet.runtime._service._books)["credits"][busy]
         require(
             book["blocks_out"] > 0 and book["slots_out"] > 0, "C2.5",
             f"{busy} is still busy with the request, and its credit is back", seen=book,
         )  # fmt: skip
+
+    def _hear_from(self, name: str) -> None:
+        """A stage's pump answers although its engine is held: after everything that it was told before, and has said
+        what follows from that."""
+        service = self.fleet.runtime._service
+        future: Future[dict[str, Any]] = Future()
+
+        def ask() -> None:
+            peer = self.fleet._handle(name).peer
+            service._channels.send(peer, messages.Call("health", "kill-matrix", "health"))
+            service._censuses.append(_Census(future, {peer: "health"}, time.monotonic() + SLACK, {}))
+
+        service.call(ask)
+        answer = future.result(2 * SLACK)
+        require(answer[name].get("healthy") is True, "C9.2", f"{name} is not well", seen=answer)
 
     def _serve_on(self) -> None:
         cell, fleet, watch = self.cell, self.fleet, self.watch
@@ -334,21 +351,22 @@ class _Trial:
         require(fleet.ends["after"].error is None, "C6.4", "the next request failed", seen=fleet.ends["after"].error)
         fleet.check_answer("after")
         fleet.check_balance()
-        seen = watch.milestones
+        seen, never = watch.milestones, (0.0, False)
         if cell.victim == "decode" and cell.survivor_busy and cell.how is signal.SIGKILL:
             require(
-                seen[Milestones.SOURCE_RETIRED][0] > self.went, "C5.1", "P retired what was still in use", seen=seen
-            )
+                seen.get(Milestones.SOURCE_RETIRED, never)[0] > self.went, "C5.1", "P retired what was still in use",
+                seen=seen,
+            )  # fmt: skip
         told = cell.point not in (Point.BEFORE_RESERVE, Point.RECEIVED, Point.DECODING)
         if cell.victim == "prefill" and told and not self.revocable:
             require(
-                seen[Milestones.DESTINATION_RETIRED][1], "C5.2", "D gave memory away before its writer was joined",
-                seen=seen,
+                seen.get(Milestones.DESTINATION_RETIRED, never)[1], "C5.2",
+                "D gave memory away before its writer was joined", seen=seen,
             )  # fmt: skip
         for name in cell.victims:
             require(name in watch.lost, "C6.3", f"nobody was told that {name} is lost", seen=watch.lost)
-            self._until(lambda name=name: watch.fenced[name] > 0, SLACK, "C6.4", f"{name} is fenced")  # type: ignore[misc]
-            require(watch.fenced[name] == 1, "C6.4", f"{name} was fenced more than once", seen=watch.fenced)
+        self._until(lambda: all(watch.fenced[name] for name in cell.victims), SLACK, "C6.4", "the victims are fenced")
+        require(max(watch.fenced.values()) == 1, "C6.4", "one was fenced more than once", seen=watch.fenced)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
