@@ -6,15 +6,18 @@ of it over any, as often as wanted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
+from kvbaton import PDRuntime, Request, SamplingParams, load
 from kvbaton.connector import Need
 from kvbaton.errors import KvbatonError
 from kvbaton.plugins import choose_connector
-from kvbaton_conformance.halt import Point
+from kvbaton_conformance.halt import DIE, LAST_WORDS, STATUS, Point
 from kvbaton_conformance.kill_matrix import CELLS, Cell, Outcome, matrix
 
 #: Everything of one stage; both at once is for the command.
@@ -56,3 +59,25 @@ def test_survivors(running: Running, transport: str, cell: Cell) -> None:
         pytest.skip(f"{transport} cannot be used here")
     outcome = running[transport, cell].result(timeout=100)
     assert (outcome.ended == "length") == cell.survives
+
+
+@pytest.mark.clause("C6.3", "C6.4")
+def test_a_stage_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
+    """Its exit status and its last lines are in what the caller is told, at once."""
+    held = {"folder": str(tmp_path), "point": Point.DECODING.value}
+    settings, _ = load(
+        overrides={
+            "model": "scripted:1", "engine.name": "kvbaton_conformance.halt:engine", "engine.options": held,
+            "transport.name": "kvbaton_conformance.halt:connector",
+            "transport.options": {"named": "example_stream", **held}, "stages.launch": "process",
+        }
+    )  # fmt: skip
+    with PDRuntime.start(settings) as runtime:
+        key = runtime.add_request(Request((DIE, 1, 2), SamplingParams(max_tokens=2)))
+        began = time.monotonic()
+        (output,) = runtime.stream(key)
+        took = time.monotonic() - began
+    told = str(output.error)
+    assert f"prefill-0 ended: exit status {STATUS}" in told
+    assert f"prefill-0: {LAST_WORDS}" in told
+    assert took < 5  # every deadline and the heartbeat are longer

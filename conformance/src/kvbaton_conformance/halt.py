@@ -13,6 +13,8 @@ the pump goes on.
 from __future__ import annotations
 
 import enum
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +39,10 @@ from kvbaton_conformance.scripted_plugin import ScriptedOptions, ScriptedPlugin
 
 #: The first token of a prompt that is held.
 MARK = 49_999
+#: The first token of a prompt that ends the process of its prefill stage, with :data:`STATUS` after :data:`LAST_WORDS`.
+DIE = 49_998
+LAST_WORDS = "the device has fallen off the bus"
+STATUS = 3
 GO = "go"
 #: Seconds after which a held request goes on although nobody said so: a test that died must not leave processes behind.
 PATIENCE = 60.0
@@ -101,6 +107,9 @@ class HaltingEngine(ScriptedEngine):
     place: _Place
 
     def reserve_transfer(self, admission: Admission) -> None:
+        if admission.request.prompt[0] == DIE and self.role is Role.PREFILL:
+            print(LAST_WORDS, file=sys.stderr, flush=True)
+            os._exit(STATUS)
         if admission.request.prompt[0] == MARK:
             _marked.add(admission.transfer)
             here = Point.BEFORE_RESERVE if self.role is Role.DECODE else Point.RESERVED
