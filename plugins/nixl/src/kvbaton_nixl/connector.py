@@ -67,9 +67,7 @@ class NixlConnector(ConnectorBase):
         self._links: dict[PeerId, Link] = {}
         self._lobbies: dict[PeerId, tuple[str, Lobby]] = {}  # of peers that may not have had our hello yet
         self._hellos: OrderedDict[PeerId, Hello] = OrderedDict()
-        self._down: dict[PeerId, bool] = {}  # peers that went down, and whether quiet was said
-        self._dead: set[PeerId] = set()  # proven, by core
-        self._said_bye: set[PeerId] = set()
+        self._unquiet: set[PeerId] = set()  # peers that are down and may still write here
         self._completions: list[Completion] = []
         self._receipts: list[Receipt] = []
         self._events: list[PeerEvent] = []
@@ -144,12 +142,11 @@ class NixlConnector(ConnectorBase):
         id = peer.peer
         for old in [known for known in self._links if known.name == id.name and known != id]:
             self._lose(old, PeerLost(f"C1.4: {old} was replaced by {id}", peer=old))
-        for old in [known for known in self._down if known.name == id.name and known != id]:
-            self._forget(old)
         if id in self._links:
             return
-        self._forget(id)
         try:
+            if not 0 <= id.epoch < 1 << 64:
+                raise ProtocolViolation("C1.4", f"epoch {id.epoch} is not a number of 64 bits", peer=id)
             lobby = Lobby.decode(peer.metadata)
             name = self._lobby.add_remote_agent(lobby.agent)
         except ProtocolViolation as error:
@@ -173,8 +170,8 @@ class NixlConnector(ConnectorBase):
             Region(region.id, region.kind, region.device, region.address, region.length) for region in self._regions
         )
         link = self._links[id]
-        hello = Hello(self.peer, id, lobby.secret, link.metadata, regions, link.staging)
-        link.next_ping = self._clock() + self._options.heartbeat
+        hello = Hello(self.peer, id, lobby.secret, self._secret, link.metadata, regions, link.staging)
+        link.beat(self._clock())
         try:
             self._lobby.send_notif(name, hello.encode())
         except Exception as error:
@@ -186,38 +183,57 @@ class NixlConnector(ConnectorBase):
         cause.__cause__ = error
         self._leave_lobby(id)
         self._events.append(PeerEvent(id, up=False, quiet=True, error=cause))  # it was never told of our memory
-        self._down[id] = True
 
     def _hear_hellos(self) -> None:
-        for words in self._lobby.get_new_notifs().values():
+        try:
+            news = self._lobby.get_new_notifs()
+        except Exception:
+            self._dropped += 1  # one caller's misfortune; those that are connected go on
+            return
+        for words in news.values():
             for word in words:
-                try:
-                    hello = Hello.decode(word)
-                except ProtocolViolation:
-                    self._dropped += 1
-                    continue
-                # for this epoch of ours, by somebody who was given our endpoint (C1.4)
-                if hello.you != self.peer or not hmac.compare_digest(hello.secret, self._secret):
-                    self._dropped += 1
-                    continue
-                self._hellos.setdefault(hello.me, hello)
-                while len(self._hellos) > MAX_CALLERS:
-                    self._hellos.popitem(last=False)
+                self._hear_hello(word)
         for id, link in list(self._links.items()):
-            if not link.open and id in self._hellos:
-                try:
-                    link.greet(self._hellos.pop(id))
-                    link.say(Kind.PING)
-                except LinkBroken as broken:
-                    self._lose(id, ConnectError(f"T2: {broken.cause}", peer=id))
-                    continue
-                self._events.append(PeerEvent(id, up=True))
+            hello = None if link.open else self._hellos.pop(id, None)
+            if hello is None:
+                continue
+            if not hmac.compare_digest(hello.proof, self._lobbies[id][1].secret):
+                self._dropped += 1  # somebody else, in its name
+                continue
+            try:
+                link.greet(hello)
+                link.say(Kind.PING)
+            except LinkBroken as broken:
+                self._lose(id, ConnectError(f"T2: {broken.cause}", peer=id))
+                continue
+            self._events.append(PeerEvent(id, up=True))
+
+    def _hear_hello(self, word: bytes) -> None:
+        """Keep the newest of each caller: an older one names a link that its sender has given up since."""
+        try:
+            hello = Hello.decode(word)
+        except ProtocolViolation:
+            self._dropped += 1
+            return
+        # for this epoch of ours, by somebody who was given our endpoint (C1.4)
+        if hello.you != self.peer or not hmac.compare_digest(hello.secret, self._secret):
+            self._dropped += 1
+            return
+        link = self._links.get(hello.me)
+        if link is not None and link.open:
+            return  # it has said so before
+        self._hellos.pop(hello.me, None)
+        self._hellos[hello.me] = hello
+        if len(self._hellos) > MAX_CALLERS:
+            # those we wait for come again, but need not
+            stranger = next((id for id in self._hellos if id not in self._links), hello.me)
+            del self._hellos[stranger]
 
     def disconnect(self, peer: PeerId) -> None:
         link = self._links.get(peer)
         if link is None:
-            self._say_quiet(peer)
-        elif not link.open:  # our hello may have come: then the peer knows our memory, and has not said bye
+            return  # down already; only its death makes it quiet then
+        if not link.open:  # our hello may have come: then the peer knows our memory, and has not said bye
             self._lose(peer, PeerLost(f"T2: {peer} was disconnected before it was up", peer=peer))
         else:
             link.closing = True
@@ -230,32 +246,28 @@ class NixlConnector(ConnectorBase):
 
     def fenced(self, peer: PeerId) -> None:
         """The peer's process is dead, so it writes nothing itself; with its link goes what waits in our sockets."""
-        self._dead.add(peer)
         if peer in self._links:
-            self._lose(peer, PeerLost(f"C6.4: {peer} was fenced", peer=peer))
-        else:
-            self._say_quiet(peer)
-
-    def _say_quiet(self, peer: PeerId) -> None:
-        """Once, for a peer that is down: its link was destroyed, and it has said bye or is dead (C6.4)."""
-        if self._down.get(peer) is False and (peer in self._dead or peer in self._said_bye):
-            self._down[peer] = True
+            self._lose(peer, PeerLost(f"C6.4: {peer} was fenced", peer=peer), dead=True)
+        elif peer in self._unquiet:
+            self._unquiet.discard(peer)
             self._events.append(PeerEvent(peer, up=False, quiet=True))
 
-    def _lose(self, id: PeerId, cause: Exception) -> None:
-        """The end of a link, for whatever reason but a disconnection that both have agreed to (T7)."""
+    def _lose(self, id: PeerId, cause: Exception, *, dead: bool = False) -> None:
+        """The end of a link, for whatever reason but a disconnection that both have agreed to (T7).
+
+        ``dead``: core has proved the peer's process dead.
+        """
         link = self._links.pop(id)
         if link.open:
             with contextlib.suppress(LinkBroken):  # what had come before the end
                 self._hear(link)
-        dead = id in self._dead
         self._finish(link.end(cause, peer_is_dead=dead))
         self._dropped += link.dropped
         self._leave_lobby(id)
-        if link.heard_bye:
-            self._said_bye.add(id)
+        self._hellos.pop(id, None)
         quiet = dead or link.heard_bye
-        self._down[id] = quiet
+        if not quiet:
+            self._unquiet.add(id)
         self._events.append(PeerEvent(id, up=False, quiet=quiet, error=cause))
 
     def _leave_lobby(self, id: PeerId) -> None:
@@ -265,11 +277,6 @@ class NixlConnector(ConnectorBase):
                 self._lobby.remove_remote_agent(known[0])
             except Exception:
                 self._dropped += 1  # NIXL has removed it itself, with the connection
-
-    def _forget(self, id: PeerId) -> None:
-        self._down.pop(id, None)
-        self._dead.discard(id)
-        self._said_bye.discard(id)
 
     # -- chunks at the source (T5, T6, T9) ---------------------------------------------------------------------------
 
@@ -315,7 +322,8 @@ class NixlConnector(ConnectorBase):
             try:
                 if link.open:
                     self._hear(link)
-                    self._finish(link.ended())
+                    for one in link.ended():
+                        self._finish([one])
                     self._close_link(id, link)
                 if now >= link.next_ping:
                     self._ping(id, link, now)
@@ -330,6 +338,9 @@ class NixlConnector(ConnectorBase):
 
     def _hear(self, link: Link) -> None:
         for note in link.notes():
+            if link.heard_bye and note.kind in (Kind.WRITTEN, Kind.PACKED):
+                self._dropped += 1  # it had said that nothing more would come
+                continue
             match note.kind:
                 case Kind.WRITTEN:
                     self._receipts.append(Receipt(link.peer, note.transfer, note.sequence))  # T3
@@ -342,14 +353,16 @@ class NixlConnector(ConnectorBase):
                     self._finish(link.landed_there(note))
                 case Kind.PING:
                     pass
-        self._receipts += [Receipt(link.peer, *key) for key in link.landed_here()]  # T3: scattered, by then
+        for key in link.landed_here():
+            self._receipts.append(Receipt(link.peer, *key))  # T3: scattered, by then
         if link.heard:
             self._leave_lobby(link.peer)
 
     def _ping(self, id: PeerId, link: Link, now: float) -> None:
-        link.next_ping = now + self._options.heartbeat
         if id in self._lobbies:
             self._greet(id)
+        else:
+            link.beat(now)
         if link.open:
             link.say(Kind.PING)
 
@@ -365,8 +378,6 @@ class NixlConnector(ConnectorBase):
             link.end(PeerLost(f"C6.4: {id} was disconnected", peer=id), peer_is_dead=False)
             self._dropped += link.dropped
             self._leave_lobby(id)
-            self._said_bye.add(id)
-            self._down[id] = True
             self._events.append(PeerEvent(id, up=False, quiet=True))
 
     def statistics(self) -> Mapping[str, float]:

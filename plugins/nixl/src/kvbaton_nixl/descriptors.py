@@ -31,11 +31,15 @@ class AddressBook:
 
     @classmethod
     def of(cls, regions: Iterable[MemoryRegion | Region]) -> AddressBook:
-        """Raises :class:`~kvbaton.errors.SegmentError` for regions of two kinds: a write has one kind on each side."""
+        """Raises :class:`~kvbaton.errors.SegmentError` for regions of two kinds, because a write has one kind on each
+        side, and for an id that comes twice.
+        """
         ordered = sorted(regions, key=lambda region: region.id)
         kinds = {region.kind for region in ordered}
         if len(kinds) > 1:
             raise SegmentError(f"T1: regions of {' and '.join(sorted(kinds))} memory in one connector; use one kind")
+        if len({region.id for region in ordered}) < len(ordered):
+            raise SegmentError("T1: the id of a region comes twice, and a segment names its region by it")
         kind: MemoryKind = next(iter(kinds), "host")
         return cls(
             kind,

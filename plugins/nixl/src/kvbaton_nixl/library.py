@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -80,19 +81,23 @@ def load(log_level: str) -> ModuleType:
         raise TransportError(f"{builds[0]} is installed and does not load: {error}") from error
 
 
+_one_at_a_time = threading.Lock()
+
+
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     """UCX reads its settings from the environment while a context is made; afterwards they are what they were."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with _one_at_a_time:  # several stages of one process open their connectors at once, each with its own settings
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def make_agent(name: str, options: NixlOptions) -> Any:

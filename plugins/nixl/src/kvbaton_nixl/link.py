@@ -32,6 +32,8 @@ PACKING_BELOW: dict[MemoryKind, int] = {"host": 8 << 10, "cuda": 1 << 20}
 STAGING_BYTES: dict[MemoryKind, int] = {"host": 1 << 20, "cuda": 16 << 20}
 #: Fewer segments than this are not worth packing.
 _FEW = 8
+#: Pings to a silent peer before they become rarer.
+PATIENT_PINGS = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +84,7 @@ class Link:
         self.heard = False
         self.dropped = 0
         self.next_ping = 0.0
+        self._unanswered = 0
         self.posted: dict[Key, Posted] = {}
         self._remote = ""
         self._theirs: AddressBook | None = None
@@ -95,10 +98,14 @@ class Link:
         self._unpacker = Unpacker(self._mover, self._slots, region_lengths(regions)) if self._mover else None
         self._parts: list[tuple[Part, Any]] = []
         self._agent: Any = library.make_agent(name, options)
-        register(self._agent, regions)
-        if self._mover is not None:
-            register(self._agent, [self._mover.region])
-        self.metadata: bytes = self._agent.get_agent_metadata()
+        try:
+            register(self._agent, regions)
+            if self._mover is not None:
+                register(self._agent, [self._mover.region])
+            self.metadata: bytes = self._agent.get_agent_metadata()
+        except BaseException:
+            destroy(self._agent)  # and not when somebody lets go of the exception
+            raise
 
     @property
     def staging(self) -> Staging | None:
@@ -174,7 +181,17 @@ class Link:
                     self.dropped += 1
                     continue
                 self.heard = True
+                self._unanswered = 0
                 yield note
+
+    def beat(self, now: float) -> None:
+        """Say when the next ping is due: after one heartbeat, or later if the peer has not been heard for long.
+
+        What is sent to a process that does not run piles up in UCX.  So of one that is silent, a death with nothing
+        under way is noticed after at most as long again as it has been silent.
+        """
+        self.next_ping = now + self._options.heartbeat * 2.0 ** max(0, self._unanswered - PATIENT_PINGS)
+        self._unanswered += 1
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
@@ -272,15 +289,13 @@ class Link:
             raise LinkBroken(_broken(violation, self.peer)) from violation
         return [] if chunk is None else [Ended(chunk, Outcome.DONE, True, True)]
 
-    def landed_here(self) -> list[Key]:
+    def landed_here(self) -> Iterator[Key]:
         """Chunks of the peer that are complete: their last part is in its place."""
-        complete: list[Key] = []
         if self._unpacker is not None:
             for landing in self._unpacker.landed():
                 if landing.complete:
-                    complete.append(landing.key)
+                    yield landing.key  # before the peer is told, which it may not live to hear
                 self.say(Kind.LANDED, landing.key, landing.body)
-        return complete
 
     def cancel(self, transfer: TransferId | None) -> list[Ended]:
         """Take back what has not begun, of one transfer or of all (T9)."""
@@ -289,35 +304,42 @@ class Link:
         taken = self._packer.cancel_all() if transfer is None else self._packer.cancel(transfer)
         return [Ended(chunk, Outcome.CANCELLED, True, True) for chunk in taken]
 
-    def ended(self) -> list[Ended]:
-        """The writes that are done.  Every posted one is looked at: NIXL sends a write's notification when its
-        initiator looks (T3, T5).
+    def ended(self) -> Iterator[Ended]:
+        """The writes that are done, each handed over before the next is looked at, so that none is lost when that one
+        breaks the link.  Every posted one is looked at: NIXL sends a write's notification when its initiator looks
+        (T3, T5).
         """
-        done: list[Ended] = []
         for key, one in list(self.posted.items()):
             if one.handle is not None:
                 try:
-                    if self._agent.check_xfer_state(one.handle) != "DONE":
+                    if not self._done(one.handle):
                         continue
-                    one.handle.release()
                 except Exception as error:
                     cause = library.translate(error, f"chunk {one.chunk.sequence}", self.peer)
                     raise LinkBroken(cause) from error
             del self.posted[key]
-            done.append(Ended(one.chunk, Outcome.DONE, True, True))
+            yield Ended(one.chunk, Outcome.DONE, True, True)
         if self._packer is not None:
             self._look_at_parts(self._packer)
             self._post_parts()
-        return done
+
+    def _done(self, handle: Any) -> bool:
+        """Whether a write is done; its handle is released then."""
+        state = self._agent.check_xfer_state(handle)
+        if state == "ERR":
+            raise TransportError("NIXL reports an error and does not say which")
+        if state != "DONE":
+            return False
+        handle.release()
+        return True
 
     def _look_at_parts(self, packer: Packer) -> None:
         still: list[tuple[Part, Any]] = []
         for part, handle in self._parts:
             try:
-                if self._agent.check_xfer_state(handle) != "DONE":
+                if not self._done(handle):
                     still.append((part, handle))
                     continue
-                handle.release()
             except Exception as error:
                 cause = library.translate(error, f"part {part.number} of chunk {part.chunk.sequence}", self.peer)
                 raise LinkBroken(cause) from error
@@ -335,13 +357,10 @@ class Link:
         if self._packer is not None:
             chunks += self._packer.give_up()
         for handle in handles:
-            if handle is not None:
-                with contextlib.suppress(Exception):  # it is under way, or its peer is gone: its agent goes next
-                    handle.release()
+            let_go(handle)
         self._parts.clear()
         self.posted.clear()
         self.open = False
-        del handles
         destroy(self._agent)
         self._agent = None
         if self._mover is not None:
@@ -360,6 +379,21 @@ def register(agent: Any, regions: Iterable[MemoryRegion]) -> Any:
         return None
     kind = next(iter(regions)).kind
     return agent.register_memory(rows, SPACES[kind], backends=list(agent.backends))
+
+
+def let_go(handle: Any) -> None:
+    """Release a write's handle, if there is one, and part it from its agent.
+
+    It may be under way, or its peer gone, and then it cannot be released; the agent goes next.  A handle keeps its
+    agent alive, and so does whoever has kept the exception that a call with it raised: the traceback has it.  An agent
+    that lives on has open sockets, through which a dead peer's bytes still come (C6.4).
+    """
+    if handle is None:
+        return
+    with contextlib.suppress(Exception):
+        handle.release()
+    handle._released = True
+    handle._agent = None
 
 
 def destroy(agent: Any) -> None:

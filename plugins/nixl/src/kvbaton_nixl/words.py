@@ -41,6 +41,8 @@ class Kind(enum.IntEnum):
 _WITH_BODY = frozenset({Kind.PACKED, Kind.LANDED})
 #: The longest body: more segments than a chunk may have do not come in one part.
 MAX_BODY = 1 << 20
+#: The longest hello: one with as many regions as an endpoint may announce is well below.
+MAX_HELLO = 1 << 20
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
@@ -82,9 +84,9 @@ _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 class Region(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A region that may be written through a link, as its owner addresses it.  Bytes."""
 
-    id: int
+    id: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
     kind: MemoryKind
-    device: Annotated[int, msgspec.Meta(ge=0)]
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     address: _Word
     length: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
@@ -113,11 +115,15 @@ class Staging(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``me`` has made a link for ``you``: its agent, and what may be written through it."""
+    """``me`` has made a link for ``you``: its agent, and what may be written through it.
+
+    ``secret`` is that of your endpoint, ``proof`` that of mine: who was given only one of them can speak for nobody.
+    """
 
     me: PeerId
     you: PeerId
     secret: bytes
+    proof: bytes
     agent: bytes
     regions: tuple[Region, ...]
     staging: Staging | None = None
@@ -132,7 +138,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def _decode(data: bytes, kind: type[_T]) -> _T:
+    if len(data) > MAX_HELLO:
+        raise ProtocolViolation("C9.3", f"{len(data)} bytes for a {kind.__name__}: at most {MAX_HELLO} are accepted")
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:  # bombs are malformed bytes too
         raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}: {error}") from error
