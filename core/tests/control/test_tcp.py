@@ -98,7 +98,7 @@ def test_a_secret_key_that_others_can_use_is_refused(folder, mode):
 
 
 def test_keys_that_are_missing_or_no_keys_are_refused(folder):
-    with pytest.raises(ConfigurationError, match="kvbaton keys .* decode-1"):
+    with pytest.raises(ConfigurationError, match=r"kvbaton keys .* decode-1"):
         load_pair(folder, "decode-1")
     (folder / "decode-0.key").write_text('public-key = "short"\n')
     with pytest.raises(ConfigurationError, match="no CURVE key file"):
