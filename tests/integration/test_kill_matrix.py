@@ -6,8 +6,16 @@ of it over any, as often as wanted.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,7 +25,7 @@ from kvbaton import PDRuntime, Request, SamplingParams, load
 from kvbaton.connector import Need
 from kvbaton.errors import KvbatonError
 from kvbaton.plugins import choose_connector
-from kvbaton_conformance.halt import DIE, LAST_WORDS, STATUS, Point
+from kvbaton_conformance.halt import DIE, GO, LAST_WORDS, STATUS, Point
 from kvbaton_conformance.kill_matrix import CELLS, Cell, Outcome, matrix
 
 #: Everything of one stage; both at once is for the command.
@@ -59,6 +67,73 @@ def test_survivors(running: Running, transport: str, cell: Cell) -> None:
         pytest.skip(f"{transport} cannot be used here")
     outcome = running[transport, cell].result(timeout=100)
     assert (outcome.ended == "length") == cell.survives
+
+
+#: An application with one request under way, that does nothing else until it is killed.
+APPLICATION = """
+import json, sys
+from kvbaton import PDRuntime, Request, SamplingParams, load
+runtime = PDRuntime.start(load(overrides=json.loads(sys.argv[1]))[0])
+runtime.add_request(Request((49_999, *range(20)), SamplingParams(max_tokens=12)))
+print(json.dumps({peer.name: handle.pid for peer, handle in runtime._service._handles.items()}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.clause("C6.6", "C6.7", "T10")
+@pytest.mark.parametrize("transport", ["example_stream", "nixl"])
+@pytest.mark.parametrize("busy", [False, True], ids=["drains", "never-drains"])
+def test_stages_do_not_outlive_a_killed_application(tmp_path: Path, transport: str, busy: bool) -> None:
+    """They end once what is under way is over, or at their shutdown deadline.  No file stays."""
+    if not _usable(transport):
+        pytest.skip(f"{transport} cannot be used here")
+    shutdown, point = 4.0, Point.POSTED
+    held = {"folder": str(tmp_path), "point": point.value}
+    control = Path(tempfile.mkdtemp(prefix="kvbaton-kill-"))  # a short path: sockets take no long one
+    settings = {
+        "model": "scripted:1", "engine.name": "kvbaton_conformance.halt:engine", "engine.options": held,
+        "transport.name": "kvbaton_conformance.halt:connector",
+        "transport.options": {"named": transport, **held}, "stages.launch": "process", "transfer.chunk_bytes": 512,
+        "deadline.shutdown": shutdown, "control.dir": str(control),
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", APPLICATION, json.dumps(settings)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as application:  # fmt: skip
+        assert application.stdout is not None
+        pids: dict[str, int] = json.loads(application.stdout.readline())
+        try:
+            _wait_until((tmp_path / point.value).exists, 20, "the request is held")
+            application.kill()
+            application.wait()
+            killed = time.monotonic()
+            if not busy:
+                assert not any(map(_ended, pids.values())), "what is under way is not left"
+                (tmp_path / GO).touch()
+            _wait_until(lambda: all(map(_ended, pids.values())), 2 * shutdown + 5, "the stages end")
+            took = time.monotonic() - killed
+            assert busy or took < shutdown, "nothing was left to wait for"
+            assert not busy or took > shutdown - 0.5, "what was under way was left"
+            _wait_until(lambda: not any(control.iterdir()), 1, "the control directory is empty")
+        finally:
+            for pid in [pid for pid in pids.values() if not _ended(pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(control, ignore_errors=True)
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, f"{what}: not so within {seconds:g} s"
+        time.sleep(0.01)
 
 
 @pytest.mark.clause("C6.3", "C6.4")
