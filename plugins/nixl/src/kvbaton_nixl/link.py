@@ -28,8 +28,8 @@ Key = tuple[TransferId, int]
 
 #: Below this mean length segments are packed, and this large is a slot, unless options say otherwise; by kind of
 #: memory, measured (``benchmarks/p2_nixl.py``, ``benchmarks/p8_nixl_device.py``).
-PACKING_BELOW: dict[MemoryKind, int] = {"host": 8 << 10, "cuda": 1 << 20}
-STAGING_BYTES: dict[MemoryKind, int] = {"host": 1 << 20, "cuda": 16 << 20}
+PACKING_BELOW: dict[MemoryKind, int] = {"host": 6 << 10, "cuda": 1 << 20}
+STAGING_BYTES: dict[MemoryKind, int] = {"host": 4 << 20, "cuda": 32 << 20}
 #: Fewer segments than this are not worth packing.
 _FEW = 8
 #: Pings to a silent peer before they become rarer.

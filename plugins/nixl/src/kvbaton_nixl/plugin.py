@@ -29,6 +29,8 @@ class NixlPlugin:
 
     name = "nixl"
     api_version = API_VERSION
+    #: Of what :mod:`kvbaton_nixl.words` says; peers that speak another are refused at connect.
+    wire_version = 1
     Options = NixlOptions
 
     def probe(self, need: Need) -> Availability:
