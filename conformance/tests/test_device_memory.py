@@ -81,28 +81,32 @@ def test_a_scripted_engine_keeps_its_cache_there(pretended):
 PARTS = '''
 from dataclasses import replace
 
+import torch
+
 from kvbaton.connector import Availability
 from kvbaton_conformance import device_memory
 from kvbaton_loopback.connector import LoopbackConnector
 from kvbaton_loopback.plugin import CAPABILITIES, LoopbackPlugin
 
 device_memory.DEVICE = "cpu"
+torch.set_num_threads(1)  # threads of a device are started with its first use, not with the first large copy
+
+ABLE = replace(CAPABILITIES, memory_kinds=frozenset({"cuda"}), cross_process=True)
 
 class Disguised(LoopbackConnector):
     """Device memory that is not: it is registered as what it is."""
     def __init__(self, peer, options):
         super().__init__(peer, options)
-        self.capabilities = replace(self.capabilities, memory_kinds=frozenset({"cuda"}), cross_process=True)
+        self.capabilities = ABLE
 
     def register(self, regions):
         super().register([replace(region, kind="host") for region in regions])
 
 class Pretend(LoopbackPlugin):
     name = "pretend"
-    refused = "cross_process"
     def probe(self, need):
         if need.memory_kind != "cuda" or need.reach != "same_process":
-            return Availability(False, "not between processes", "stay in one", CAPABILITIES)
+            return Availability(False, "not between processes", "stay in one", ABLE)
         return Availability(True)
     def open(self, options, context):
         assert context.device == 0
