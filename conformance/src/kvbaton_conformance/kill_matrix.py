@@ -265,7 +265,7 @@ class _Trial:
             # the rest goes on as if nothing were: only a deadline can find out
             self._until(lambda: all(_is_stopped(pid) for pid in pids), 1.0, "C6.7", "the victim stops")
             if not (self.cell.victim == "prefill" and self.cell.point is Point.COMMITTED):
-                self._go()  # else D lacks receipts still
+                self._go()  # else D lacks receipts until P is joined: with them it needs no P to give memory back
 
     def _survive(self) -> tuple[str, float, float]:
         cell, fleet = self.cell, self.fleet
@@ -273,14 +273,13 @@ class _Trial:
         if not cell.survives:
             self._until(fleet.all_ended, bound, "C6.7", "the request of a dead stage ends")
         told = time.monotonic() - self.signalled
-        if cell.how is signal.SIGSTOP and not cell.survives:
-            self._go()
         if cell.how is signal.SIGKILL:
             self._until(self._joined, SLACK, "C6.4", "a dead stage is noticed at once")
             self._check_held()
             self._go()
         # a stage that is asked for nothing but its memory is lost once that is overdue
         self._until(self._joined, bound + DRAIN, "C6.4", "a hung stage is killed and joined")
+        self._go()
         joined = time.monotonic() - self.signalled
         if cell.survives:
             self._until(fleet.all_ended, SLACK, "C4.1", "a request that D has received ends without its P")
