@@ -43,7 +43,7 @@ def test_options_come_from_the_file_where_it_names_the_same_transport(kvbaton, t
         (("loopback", "--transport-option", "laps"), "write KEY=VALUE"),
         (("loopback", "--level", "engine"), "write connector, handoff or all"),
         (("loopback", "--memory", "disk"), "write host or cuda"),
-        (("loopback", "--memory", "cuda"), "loopback moves host memory, not cuda memory"),
+        (("loopback", "--memory", "cuda"), "moves host memory only, and cuda memory is asked for"),
         ((), "which connector?"),
     ],
 )

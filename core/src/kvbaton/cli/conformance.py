@@ -104,9 +104,12 @@ def _look(order: Order) -> None:
     kind: MemoryKind = "cuda" if order.memory == "cuda" else "host"
     try:
         choose_connector(order.connector, Need(kind, "same_process"), dict(order.options))
-    except PluginUnavailable:
-        # one that works between processes only; if it cannot be used at all, this says why
-        choose_connector(order.connector, Need(kind, "cross_process"), dict(order.options))
+    except PluginUnavailable as within:
+        # one that works between processes only; if it cannot be used at all, the answer that says why counts
+        try:
+            choose_connector(order.connector, Need(kind, "cross_process"), dict(order.options))
+        except PluginUnavailable as between:
+            raise (between if within.capability == "same_process" else within) from None
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
