@@ -24,8 +24,11 @@ def processes():
 
 
 @pytest.fixture
-def open_here():
-    """``open_here(name, options, **how)``: an end in this process, closed after the test."""
+def open_here(open_there):
+    """``open_here(name, options, **how)``: an end in this process, closed after the test.
+
+    Before those in other processes, whose shared memory it may have attached.
+    """
     opened = []
 
     def open_one(name="decode-0", options=None, **how):

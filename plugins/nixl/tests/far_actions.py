@@ -33,22 +33,31 @@ def pump_for(end, seconds):
     return len(end.completions), len(end.receipts)
 
 
-def hostile_notes(end, metadata, words):
+_strangers = []
+
+
+def arrive(_end, metadata, words):
     """As a process that was given an endpoint: say ``words`` to its lobby, from an agent of our own."""
     from kvbaton_nixl import library
-    from kvbaton_nixl.link import destroy
     from kvbaton_nixl.options import NixlOptions
     from kvbaton_nixl.words import Lobby
 
     agent = library.make_agent(f"stranger-{time.monotonic_ns()}", NixlOptions())
-    try:
-        name = agent.add_remote_agent(Lobby.decode(metadata).agent)
-        for word in words:
-            agent.send_notif(name, word)
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
-            agent.get_new_notifs()  # what is queued goes out
-            time.sleep(0.001)
-    finally:
-        destroy(agent)
-    return len(words)
+    name = agent.add_remote_agent(Lobby.decode(metadata).agent)
+    for word in words:
+        agent.send_notif(name, word)
+    _strangers.append(agent)
+
+
+def linger(_end):
+    """What was said and is queued goes out."""
+    for agent in _strangers:
+        agent.get_new_notifs()
+
+
+def leave(_end):
+    """The agents end."""
+    from kvbaton_nixl.link import destroy
+
+    while _strangers:
+        destroy(_strangers.pop())

@@ -124,6 +124,10 @@ class NixlConnector(ConnectorBase):
 
     def _overlaps(self, regions: Sequence[MemoryRegion]) -> None:
         """NIXL takes overlapping regions silently, and then a write may go through either."""
+        for one, other in pairwise(sorted(regions, key=lambda region: region.id)):
+            if one.id == other.id:
+                reason = "its id appears twice"
+                raise RegistrationError(f"T1: region {other.id}: {reason}", region=other.id, reason=reason)
         ordered = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
         for one, other in pairwise(ordered):
             same = (one.kind, one.device) == (other.kind, other.device)
