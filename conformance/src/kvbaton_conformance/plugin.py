@@ -167,11 +167,16 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
         judged = collector.config.stash[KIT].judged.get(collector.obj)
         # a standard test of a level that was not asked for
         return [] if judged and name in judged.all_tests and name not in judged.tests else None
-    if not (isinstance(collector, pytest.Module) and inspect.isclass(obj) and issubclass(obj, root)):
-        return None
-    if obj.__module__.startswith(_SUITE):
-        return []
-    reason = _judge(collector, name, obj)
+    if not (isinstance(collector, pytest.Module) and inspect.isclass(obj)) or obj.__module__.startswith(_SUITE):
+        return [] if inspect.isclass(obj) and issubclass(obj, root) else None
+    if issubclass(obj, root):
+        reason = _judge(collector, name, obj)
+    else:
+        inner = [
+            key for key, value in vars(obj).items()
+            if inspect.isclass(value) and issubclass(value, root) and value.__qualname__ == f"{obj.__qualname__}.{key}"
+        ]  # fmt: skip
+        reason = f"{inner[0]} is inside of {name}, where nothing judges it: move it to the module" if inner else ""
     if reason:
         collector.config.stash[KIT].refusals.append(reason)
         refused = Refused.from_parent(collector, name=name)
@@ -186,15 +191,17 @@ def _judge(collector: pytest.Module, name: str, cls: Any) -> str:
 
     kit = collector.config.stash[KIT]
     here = collector.obj
+    derived = [
+        other for other in vars(here).values() if inspect.isclass(other) and other is not cls and issubclass(other, cls)
+    ]
     if not collector.classnamefilter(name):
-        derived = [
-            other
-            for other in vars(here).values()
-            if inspect.isclass(other) and other is not cls and issubclass(other, cls)
-        ]
         if derived or cls.__module__ != here.__name__:
             return ""  # a base of one's own
         return f"{name} would not be run, because pytest collects classes named Test...: call it Test{name}"
+    if inspect.isabstract(cls):
+        if derived:
+            return ""
+        return f"{name} is abstract, so pytest would not run it: write its {_listed(cls.__abstractmethods__)}"
     if cls.__init__ is not object.__init__:
         return f"{name} has an __init__, so pytest would not run it: set connector and connector_options on the class"
     tests = standard_tests(cls)
@@ -550,6 +557,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     for close in kit.closers:
         kit.problems += close()
     kit.closers.clear()
+    if _nothing_ran_for_a_refusal(kit):
+        return
     if not kit.results or session.config.option.collectonly:
         if kit.judged and not session.config.option.collectonly:
             kit.problems.append("no standard test ran")
@@ -567,6 +576,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if folder := session.config.getoption("--conformance-report"):
         _write(Path(folder), _verdict(session.config))
+
+
+def _nothing_ran_for_a_refusal(kit: Kit) -> bool:
+    """A class could not be judged, so pytest has run none: that one error is all there is to say."""
+    return bool(kit.refusals) and all(result.outcome == "unrun" for result in kit.results.values())
 
 
 def _mandatory(kit: Kit) -> list[str]:
@@ -624,7 +638,7 @@ def _write(folder: Path, verdict: Verdict) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     kit = config.stash[KIT]
-    if not kit.results and not kit.problems:
+    if _nothing_ran_for_a_refusal(kit) or not (kit.results or kit.problems):
         return
     from kvbaton_conformance.report.verdict import OUTCOMES
 
