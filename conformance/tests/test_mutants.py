@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -72,6 +73,7 @@ def test_a_few_mutants_are_caught_and_an_unbroken_connector_is_not():
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(FEW)} mutants, 0 problems" in done.stdout
     assert "0 failed" in done.stdout
+    assert not re.search(r" [1-9]\d* failed", done.stdout)
 
 
 _SCRIPT = """

@@ -166,6 +166,8 @@ class _Running:
         _, status = os.waitpid(self.pid, 0)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)  # what it has started and not ended
+        for path in Path("/dev/shm").glob(f"kvbaton-reference-{self.pid}-*"):
+            path.unlink(missing_ok=True)  # what its mutant has left
         trial = self.trial
         trial.seconds = time.monotonic() - self.started
         for line in self.said.splitlines():
