@@ -137,11 +137,13 @@ def test_control_without_a_fence_bytes_come_after_the_writer_was_joined(open_her
 @pytest.mark.clause("C6.4", "C5.2")
 def test_no_byte_of_a_joined_writer_comes_after_the_fence(open_here, open_there):
     target, source = killed_writer(open_here, open_there)
+    before = sockets()
     target.guard.fenced(source.peer)
     target.guard.disconnect(source.peer)
     target.pump()
     assert target.told_quiet(source.peer)
     assert waiting_bytes() == 0, "a socket is left through which bytes could come"
+    assert sockets() < before, "the link's agent lives on, and what it has open"
     stays(target)
 
 
