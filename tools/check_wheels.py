@@ -4,7 +4,8 @@ For each distribution: build the sdist, and the wheel from the sdist; look into 
 stray files); install it with its dependencies and nothing else; import it and load its entry points; see that torch
 came along only where it is a declared dependency; then add what its tests need (its dependency group ``test``,
 first-party members taken from the wheels just built; and ``test-without-dependencies``) and run its tests on a copy,
-so that nothing can come from the source tree.
+so that nothing can come from the source tree.  Where all are tried, the doors of the conformance kit are opened too
+(``check_doors.py``).
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones
@@ -169,6 +170,14 @@ def main() -> int:
                 failures.append(f"{distribution.name}: {reason}")
             shutil.rmtree(scratch)
             lines.append(f"{distribution.name:24} {time.monotonic() - started:6.0f} s")
+        if len(chosen) == len(known):
+            print("\n=== the doors of the conformance kit", flush=True)
+            started = time.monotonic()
+            try:
+                run("opening the doors", [sys.executable, ROOT / "tools" / "check_doors.py", "--wheels", wheels], ROOT)
+            except Unfit as reason:
+                failures.append(f"check_doors.py: {reason}")
+            lines.append(f"{'check_doors.py':24} {time.monotonic() - started:6.0f} s")
     print("\n" + "\n".join(lines))
     for failure in failures:
         print(f"UNFIT {failure}", file=sys.stderr)
