@@ -14,7 +14,7 @@ from kvbaton.connector import Chunk
 from kvbaton.identity import TransferId
 from kvbaton.segments import Segments
 from kvbaton_conformance.clauses import require
-from kvbaton_conformance.harness import REGIONS, Pair, Sent
+from kvbaton_conformance.harness import REGIONS, ConditionNotReached, Pair, Sent
 from kvbaton_conformance.inspector import Image
 
 #: The target's memory is dealt out in pieces of this many bytes.
@@ -98,6 +98,22 @@ class Traffic:
         received = {(r.transfer, r.sequence) for r in self.pair.target.receipts}
         return all((sent.chunk.transfer, sent.chunk.sequence) in done & received for sent in self.sent)
 
+    def missing(self) -> str:
+        """Which chunks were not received, and which are not done, in words: transfers are numbered as submitted."""
+        done = {(c.transfer, c.sequence) for c in self.pair.source.completions if c.outcome.value == "done"}
+        received = {(r.transfer, r.sequence) for r in self.pair.target.receipts}
+        number = {transfer: place for place, transfer in enumerate(self.transfers, 1)}
+
+        def those(known: set[tuple[TransferId, int]]) -> str:
+            chunks: dict[int, list[int]] = {}
+            for sent in self.sent:
+                if (sent.chunk.transfer, sent.chunk.sequence) not in known:
+                    chunks.setdefault(number[sent.chunk.transfer], []).append(sent.chunk.sequence)
+            of = [f"of transfer {place} the sequences {sorted(them)}" for place, them in sorted(chunks.items())]
+            return "; ".join(of) or "none"
+
+        return f"not received: {those(received)}\n  not done: {those(done)}"
+
     @property
     def over(self) -> bool:
         """Every chunk is terminal."""
@@ -117,7 +133,10 @@ class Traffic:
     def run(self, what: str) -> None:
         """Submit, wait until all have arrived, and compare memory; ``what`` begins with a clause."""
         self.submit()
-        self.pair.pump_until(lambda: self.arrived, what)
+        try:
+            self.pair.pump_until(lambda: self.arrived, what)
+        except ConditionNotReached as error:
+            raise ConditionNotReached(f"{error}\n  {self.missing()}") from None
         self.pair.pump_idle()
         self.check_once()
         self.pair.target.memory.check(self.expected(), "T3")
