@@ -121,7 +121,8 @@ def of_this_run(name: str, processes: Iterable[int]) -> bool:
     """Whether ``name`` is there and of this run; ``processes``: what it started, beyond its own children."""
     own = _tree([os.getpid(), *processes])
     if name in (segments := _segments()):
-        return segments[name] in own or f"pid {segments[name]}" in evidence().names()
+        maker = segments[name]  # while it lives and is not ours, the segment is its own
+        return maker in own or (not Path(f"/proc/{maker}").exists() and f"pid {maker}" in evidence().names())
     if not Path(name).exists():
         return False
     holders = {pid for pid in _numbers("/proc") if name in _held(pid)}
