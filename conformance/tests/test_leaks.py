@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton_conformance import shared_memory
+from kvbaton_conformance.growth import Growth
 from kvbaton_conformance.leaks import holdings, left_behind
 
 
@@ -124,6 +125,22 @@ def test_system_v_segments_are_known_by_who_made_them():
     assert left(before) == [f"System V segment {id}"]
     assert libc.shmctl(id, 0, None) == 0
     assert not left(before)
+
+
+@pytest.mark.clause("T12")
+def test_what_others_make_is_no_growth(names):
+    """Watches of both ends at once, on a machine where others have made a thousand objects in the meantime."""
+    first = Growth()
+    folder = names[0]
+    code = "".join(f"open({f'{folder}-{number}'!r}, 'wb').close()\n" for number in range(1000))
+    try:
+        subprocess.run([sys.executable, "-c", code], check=True)
+        second = Growth()
+        assert not first.per(200)
+        assert not second.per(200)
+    finally:
+        for path in folder.parent.glob(f"{folder.name}-*"):
+            path.unlink()
 
 
 @pytest.mark.clause("T10")

@@ -48,7 +48,9 @@ class Holdings:
     native: frozenset[tuple[int, str]]
     descriptors: frozenset[tuple[int, str]]
     children: frozenset[int]
-    shared_memory: frozenset[str]
+    #: All of the machine's, a line each: one object, however many there are, since what is held while something else
+    #: is counted must not count (T12).
+    shared_memory: str
 
     def beyond(self, before: Holdings) -> list[str]:
         """What is here and was not in ``before``, in words."""
@@ -58,15 +60,13 @@ class Holdings:
             found += [f"native thread {name!r}" for _, name in sorted(self.native - before.native)]
         found += [f"descriptor {fd} ({target})" for fd, target in sorted(self.descriptors - before.descriptors)]
         found += [f"child process {pid} ({_command(pid)})" for pid in sorted(self.children - before.children)]
-        new = sorted(self.shared_memory - before.shared_memory)
-        return found + [
-            f"shared-memory object {name}" for name in new if shared_memory.of_this_run(name, _own_processes)
-        ]
+        new = set(self.shared_memory.splitlines()) - set(before.shared_memory.splitlines())
+        return found + [f"shared-memory object {name}" for name in shared_memory.of_this_run(new, _own_processes)]
 
 
 def holdings() -> Holdings:
     """What this process holds now."""
-    objects = shared_memory.objects()
+    objects = "\n".join(shared_memory.objects())
     own(descriptor=shared_memory.evidence().descriptor)
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith(OWN_THREADS)]
     own_native = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_THREADS)}

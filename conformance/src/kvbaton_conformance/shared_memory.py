@@ -117,16 +117,23 @@ def objects() -> frozenset[str]:
     return frozenset(_segments())
 
 
-def of_this_run(name: str, processes: Iterable[int]) -> bool:
-    """Whether ``name`` is there and of this run; ``processes``: what it started, beyond its own children."""
-    own = _tree([os.getpid(), *processes])
-    if name in (segments := _segments()):
-        maker = segments[name]  # while it lives and is not ours, the segment is its own
-        return maker in own or (not Path(f"/proc/{maker}").exists() and f"pid {maker}" in evidence().names())
-    if not Path(name).exists():
-        return False
-    holders = {pid for pid in _numbers("/proc") if name in _held(pid)}
-    return not holders - own and (bool(holders) or name in evidence().names())
+def of_this_run(names: Iterable[str], processes: Iterable[int]) -> list[str]:
+    """Those that are there and of this run; ``processes``: what it started, beyond its own children."""
+    if not (waiting := set(names)):
+        return []
+    family, known, segments = _tree([os.getpid(), *processes]), evidence().names(), _segments()
+    mine: set[str] = set()
+    theirs: set[str] = set()
+    for pid in _numbers("/proc"):
+        (mine if pid in family else theirs).update(waiting & _held(pid))
+    return sorted(
+        name for name in waiting
+        if (
+            (segments[name] in family or f"pid {segments[name]}" in known)
+            if name in segments
+            else name not in theirs and (name in mine or name in known) and Path(name).exists()
+        )
+    )  # fmt: skip
 
 
 def _segments() -> dict[str, int]:
