@@ -77,7 +77,7 @@ add("the-roles-differ", "D's cache has another block size", "C3.5",
 add("the-geometry-lies-outside-of-the-region", "the geometry has more blocks than the region holds", "C3.6 T1",
     edit(E.__init__, "blocks=s.blocks) for p", "blocks=s.blocks + 1) for p"))  # fmt: skip
 add("the-transports-memory-is-not-used", "memory is of the engine's own, whatever the transport allocates", "T1",
-    edit(E.regions, "if allocate is None:", "if True:"))  # fmt: skip
+    edit(E.regions, "make = allocate or device_memory.allocate", "make = device_memory.allocate"))  # fmt: skip
 add("p-does-not-pause", "P computes although it is asked not to", "T6",
     edit(E._runnable, "if self.role is Role.PREFILL:", "if False:"))  # fmt: skip
 add("p-has-something-for-the-caller", "P's steps produce outputs", "A2",
