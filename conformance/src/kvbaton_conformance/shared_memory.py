@@ -129,7 +129,8 @@ def of_this_run(names: Iterable[str], processes: Iterable[int]) -> list[str]:
     return sorted(
         name for name in waiting
         if (
-            (segments[name] in family or f"pid {segments[name]}" in known)
+            # one that another live end has attached goes with that end
+            name in mine or (name not in theirs and (segments[name] in family or f"pid {segments[name]}" in known))
             if name in segments
             else name not in theirs and (name in mine or name in known) and Path(name).exists()
         )
@@ -153,6 +154,8 @@ def _held(pid: int) -> set[str]:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if _FOLDER in line:
                 found.add(_FOLDER + line.split(_FOLDER, 1)[1])
+            elif "/SYSV" in line:
+                found.add(f"System V segment {line.split()[4]}")  # the inode is the segment's id
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
