@@ -106,11 +106,16 @@ class Books(BenchTopic):
             hand.p.engine.release_transfer(transfer)
             transfers.append(transfer)
             d.engine.accept_import(transfer, block)
-        while d.engine.has_work():
+        held = list(transfers)
+        while True:
+            # some have ended while D was asked for memory: on a device an answer takes steps
+            for transfer in [t for t in held if (a := d.answers.get(t)) and (a.finish_reason is not None or a.errors)]:
+                d.quiet(transfer)
+                d.engine.release_transfer(transfer)
+                held.remove(transfer)
+            if not d.engine.has_work():
+                break
             d.step()
-        for transfer in transfers:  # some may have ended while D was asked for memory: on a device that takes steps
-            d.quiet(transfer)
-            d.engine.release_transfer(transfer)
         answers = [d.answers.get(transfer, Answer()) for transfer in transfers]
         short = [len(answer.token_ids) for answer in answers if len(answer.token_ids) != 3 * block or answer.errors]
         require(
