@@ -6,6 +6,7 @@ segments share the device evenly.  Where everything is aligned to 16 bytes it mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ _BLOCK = 2048
 _SPLIT = 64
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+# not a kernel for every count and place: what prepare() compiles is all that there is
+@triton.jit(do_not_specialize=["count", "base"])  # type: ignore[untyped-decorator,unused-ignore]
 def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads this, Python does not run it
     table, count, base, wide: tl.constexpr, gather: tl.constexpr, block: tl.constexpr
 ):
@@ -64,6 +66,18 @@ def launch(table: Any, count: int, base: int, longest: int, *, wide: bool, gathe
     _move[count, split](table, count, base, wide=wide, gather=gather, block=_BLOCK)
 
 
+@functools.cache
+def prepare(device: int) -> None:
+    """Compile the kernels for a CUDA device, once: it takes seconds, and no call of a connector may."""
+    with torch.cuda.device(device):
+        table = torch.zeros((3, 1), dtype=torch.int64, device="cuda")
+        slot = torch.zeros((16,), dtype=torch.uint8, device="cuda")
+        for wide in (True, False):
+            for gathers in (True, False):
+                launch(table, 1, slot.data_ptr(), 0, wide=wide, gather=gathers)
+        torch.cuda.synchronize()
+
+
 @dataclass(eq=False)
 class _Table:
     """One slot's table, here and on the device.  Free again when its slot is."""
@@ -87,14 +101,8 @@ class DeviceMover:
         self._bases = {region.id: region.address for region in regions}
         self._device = torch.device("cuda", regions[0].device)
         self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.device(self._device):
-            self._memory = torch.empty((slots.total,), dtype=torch.uint8, device=self._device)
-            # the kernels are compiled now, and not while a request waits
-            table = torch.zeros((3, 1), dtype=torch.int64, device=self._device)
-            for wide in (True, False):
-                for gathers in (True, False):
-                    launch(table, 1, self._memory.data_ptr(), 0, wide=wide, gather=gathers)
-            torch.cuda.synchronize(self._device)
+        prepare(regions[0].device)
+        self._memory = torch.empty((slots.total,), dtype=torch.uint8, device=self._device)
         address = self._memory.data_ptr()
         self.region = MemoryRegion(-1, "cuda", regions[0].device, address, slots.total, self._memory)
         self._tables: dict[tuple[bool, int], _Table] = {}

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Need
+from kvbaton.errors import TransportError
 from kvbaton_nixl import library
 from kvbaton_nixl.options import NixlOptions
 
@@ -56,9 +57,21 @@ class NixlPlugin:
         return Availability(True, capabilities=capabilities)
 
     def open(self, options: NixlOptions, context: ConnectorContext) -> NixlConnector:
-        """A connector for the stage ``context.peer``."""
+        """A connector for the stage ``context.peer``.
+
+        Where the stage has a device, what packing needs there is made ready before anybody waits for it.
+        """
         from kvbaton_nixl.connector import NixlConnector  # only who opens one pays for it
 
+        if context.device is not None and options.packing != "never":
+            try:
+                from kvbaton_nixl.device import prepare
+            except ImportError as error:
+                raise TransportError(
+                    f"packing in device memory needs torch and triton, and {error}; pip install torch, or set the"
+                    ' option packing to "never"'
+                ) from error
+            prepare(context.device)
         return NixlConnector(context.peer, options, capabilities_here())
 
 
