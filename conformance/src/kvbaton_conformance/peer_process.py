@@ -27,7 +27,7 @@ from kvbaton.errors import KvbatonError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
-from kvbaton_conformance import shared_memory
+from kvbaton_conformance import device_memory, shared_memory
 from kvbaton_conformance.harness import Heard, LocalEnd, Pair, close_ends, open_end
 from kvbaton_conformance.leaks import Holdings, holdings, left_behind, own
 from kvbaton_conformance.subject import Reference
@@ -41,6 +41,10 @@ class Peer:
         self._end: LocalEnd | None = None
         self._held: Holdings | None = None
         self._kept: list[LocalEnd] = []
+
+    def warm_up(self, kind: MemoryKind) -> None:
+        """Load what memory of this kind needs."""
+        device_memory.allocate(0, kind, 0, 1)
 
     # -- one end's life ------------------------------------------------------------------------------------------------
 

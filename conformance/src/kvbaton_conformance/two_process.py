@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbaton.connector import Capabilities, Chunk, Endpoint, MemoryRegion
+from kvbaton.connector import Capabilities, Chunk, Endpoint, MemoryKind, MemoryRegion
 from kvbaton.guard import PeerState
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
@@ -42,6 +42,8 @@ START_BOUND = 30.0
 ANSWER_BOUND = 20.0
 #: ... and to open an end with device memory, which loads torch and CUDA the first time.
 DEVICE_BOUND = 60.0
+#: Processes that are kept ready beyond those that a test uses, where getting ready takes seconds.
+_SPARE = 2
 
 #: Which clause a call breaks that does not return.
 _NEVER = {"submit": "T6", "close": "T10", "register": "T1", "connect": "T2"}
@@ -50,7 +52,8 @@ _NEVER = {"submit": "T6", "close": "T10", "register": "T1", "connect": "T2"}
 class PeerProcess:
     """A process that answers requests; see :mod:`kvbaton_conformance.peer_process`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: MemoryKind = "host") -> None:
+        """``kind``: for ends with such memory; what that needs is loaded there meanwhile."""
         ours, theirs = socket.socketpair()
         # unlinked, so that it goes with the last descriptor; a file never fills up, as a pipe that nobody reads would
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
@@ -63,6 +66,9 @@ class PeerProcess:
         self._pipe = Connection(ours.detach())
         self._pipe.send([entry or str(Path.cwd()) for entry in sys.path])
         self._ready = False
+        self._warming = kind != "host"
+        if self._warming:
+            self._pipe.send(("warm_up", (kind,)))
         self.stopped = False
         for descriptor in (self._pipe.fileno(), self._stderr.fileno()):
             own(descriptor=descriptor)
@@ -81,6 +87,8 @@ class PeerProcess:
         if not self._ready:
             self._receive("start", START_BOUND)
             self._ready = True
+            if self._warming:
+                self._receive("warm_up()", DEVICE_BOUND)
         try:
             self._pipe.send((request, arguments))
         except OSError as error:
@@ -196,18 +204,18 @@ class Processes:
     def __init__(self) -> None:
         self._idle: list[PeerProcess] = []
 
-    def prepare(self, count: int) -> None:
-        """Start processes ahead, so that they start together."""
-        while len(self._idle) < count:
-            self._idle.append(PeerProcess())
+    def prepare(self, count: int, kind: MemoryKind = "host") -> None:
+        """Start processes ahead, so that they start together; spare ones for ends on a device, which take seconds."""
+        while len(self._idle) < count + (0 if kind == "host" else _SPARE):
+            self._idle.append(PeerProcess(kind))
 
-    def take(self) -> PeerProcess:
+    def take(self, kind: MemoryKind = "host") -> PeerProcess:
         while self._idle:
             process = self._idle.pop(0)
             if process.alive:
                 return process
             process.kill()
-        return PeerProcess()
+        return PeerProcess(kind)
 
     def give_back(self, process: PeerProcess) -> list[str]:
         """Keep it for the next test, after what the last one left in it was looked for; that, in words."""
@@ -390,7 +398,7 @@ def open_remote_end(
     processes: Processes, subject: Subject, peer: PeerId, how: Mapping[str, Any], options: Mapping[str, Any]
 ) -> RemoteEnd:
     """Open one end in a process of its own; ``how`` goes to :func:`kvbaton_conformance.harness.open_end` there."""
-    process = processes.take()
+    process = processes.take(subject.memory)
     how = {"memory_kind": subject.memory, **how}
     bound = ANSWER_BOUND if subject.memory == "host" else DEVICE_BOUND
     try:
@@ -407,7 +415,7 @@ def remote_pair(
     processes: Processes, subject: Subject, names: tuple[str, str] = ("prefill-0", "decode-0"), **how: Any
 ) -> Iterator[Pair]:
     """Two connected ends in two processes, for use outside of the suite."""
-    processes.prepare(2)
+    processes.prepare(2, subject.memory)
     ends = [
         open_remote_end(processes, subject, PeerId.start(name), {**how, "seed": seed}, subject.given_options)
         for seed, name in enumerate(names)

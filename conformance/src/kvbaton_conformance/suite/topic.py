@@ -186,7 +186,7 @@ class Ends:
     def pair(self, *, connect: bool = True, pace: Pace = steady, **how: Any) -> Pair:
         """A source whose memory is filled and a target, connected unless told otherwise."""
         if self.mode == "two-processes":
-            self.processes.prepare(2)
+            self.processes.prepare(2, self.subject.memory)
         pair = Pair(self.end("prefill-0", **how), self.end("decode-0", **how), pace=pace)
         pair.source.memory.fill()
         if connect:
