@@ -23,7 +23,7 @@ from kvbaton.guard import GuardedConnector
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.coordinator import Deadlines, Limits, Pair
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
-from kvbaton.identity import PeerId, RequestKey, new_transfer_id
+from kvbaton.identity import PeerId, RequestKey, TransferId, new_transfer_id
 from kvbaton.segments import Segments, coalesce, split
 from kvbaton_conformance.deployment import Deployment
 from kvbaton_conformance.gate import broken_wire
@@ -64,7 +64,7 @@ def world(deploy: Open) -> Deployment:
     return deploy()
 
 
-def blocks_of(world: Deployment, name: str, transfer: str) -> set[int]:
+def blocks_of(world: Deployment, name: str, transfer: TransferId) -> set[int]:
     return {block for table in world.seats[name].engine.tables(transfer) for block in table}
 
 
@@ -310,8 +310,8 @@ def test_a_flood_of_unknown_ids_leaves_nothing(world: Deployment) -> None:
             t = new_transfer_id()
             for word in (messages.Cancel(t), messages.Ack(t)):
                 world.resend("prefill-0", word)
-            for word in (messages.Cancel(t), messages.Release(t), messages.Commit(t, 3)):
-                world.resend("decode-0", word)
+            for order in (messages.Cancel(t), messages.Release(t), messages.Commit(t, 3)):
+                world.resend("decode-0", order)
             for said in (messages.Progress(t, 1), messages.Commit(t, 3), messages.Retired(t), messages.Failed(t, "x")):
                 world.repeat("prefill-0", said)
             for heard in (
@@ -468,7 +468,8 @@ def test_what_a_dead_peer_makes_the_transport_raise_kills_no_healthy_worker(depl
     boundaries.committed(world)
     assert doomed.transfer in world.seats[victim].phases
     p = world.seats["prefill-0"]
-    real, raised = getattr(p.gate, method), []
+    real = getattr(p.gate, method)
+    raised: list[Any] = []
 
     def raises_once(*given: Any) -> Any:
         if not raised and (method != "submit" or given[0].peer.name == victim):
@@ -534,7 +535,7 @@ def test_stages_with_different_numbers_of_blocks(deploy: Open, mine: int, theirs
     beyond = 0
     for number in range(30):
         answer = world.submit(str(number), prompt(1000 * number, 20 + number % 7))
-        world.run_until(lambda answer=answer: answer.ended)
+        world.run_until(lambda answer=answer: answer.ended)  # type: ignore[misc]
         for name in ("prefill-0", "decode-0"):
             gate = world.seats[name].gate
             beyond = max(

@@ -384,8 +384,9 @@ def test_a_lie_is_told_as_a_fault_of_its_stage(slow_decode: threading.Event) -> 
         channels._accept(peer, messages.Commit(transfer, 99))
         until(lambda: len(listener.faults) >= 2)
         slow_decode.set()
-    (lie,) = [told for told in listener.faults if isinstance(told[0], ProtocolViolation)]
-    assert (lie[0].clause, *lie[1:]) == ("C7.2", transfer, "mine", "prefill-0")
+    ((error, *about),) = [told for told in listener.faults if isinstance(told[0], ProtocolViolation)]
+    assert isinstance(error, ProtocolViolation)
+    assert (error.clause, *about) == ("C7.2", transfer, "mine", "prefill-0")
 
 
 @pytest.mark.clause("C1.2", "C9.3")
@@ -441,7 +442,8 @@ def test_a_decode_stage_that_hangs_is_lost_by_its_deadline(
     monkeypatch: pytest.MonkeyPatch, what: str, says: str
 ) -> None:
     """Field failure 10.  Received and never answered: no deadline of a phase is running there."""
-    gate, healthy = threading.Event(), {"engine": ScriptedEngine._decode_step, "process": Stage.advance}[what]
+    gate = threading.Event()
+    healthy: Callable[[Any], Any] = ScriptedEngine._decode_step if what == "engine" else Stage.advance
 
     def hanging(self: Any) -> Any:
         busy = self._sequences if what == "engine" else self.role.value == "decode" and self.machine.transfers()
