@@ -11,7 +11,7 @@ from transformers import CohereConfig, DeepseekV3Config, DynamicCache, PreTraine
 from kvbaton_transformers.looped import LoopedModel
 from kvbaton_transformers.paged import KVSpec, PagedKV
 from kvbaton_transformers.random_weights import random_model
-from kvbaton_transformers.runner import Batching, Row, Runner
+from kvbaton_transformers.runner import Batching, Row, Runner, attend_repeatably
 from kvbaton_transformers.support import probe
 from kvbaton_transformers.testing import tiny_llama, tiny_looped, tiny_qwen
 
@@ -198,3 +198,15 @@ def test_what_cannot_run_is_refused_before_anything_is_written() -> None:
         with pytest.raises(ValueError):
             run.forward(bad)
     assert torch.isnan(run.storage.keys[0]).all()
+
+
+@pytest.mark.clause("A1")
+@pytest.mark.parametrize(("device", "cudnn"), [("cuda", False), ("cpu", True)])
+def test_attention_on_a_gpu_gives_equal_bits_for_equal_inputs(device, cudnn):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        attend_repeatably(torch.device(device))
+        assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
