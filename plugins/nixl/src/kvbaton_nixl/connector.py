@@ -67,7 +67,8 @@ class NixlConnector(ConnectorBase):
         self._links: dict[PeerId, Link] = {}
         self._lobbies: dict[PeerId, tuple[str, Lobby]] = {}  # of peers that may not have had our hello yet
         self._hellos: OrderedDict[PeerId, Hello] = OrderedDict()
-        self._unquiet: set[PeerId] = set()  # peers that are down and may still write here
+        # peers that are down and may still write here, with the staging memory that they know
+        self._unquiet: dict[PeerId, MemoryRegion | None] = {}
         self._completions: list[Completion] = []
         self._receipts: list[Receipt] = []
         self._events: list[PeerEvent] = []
@@ -98,6 +99,8 @@ class NixlConnector(ConnectorBase):
                 reason = f"it is {region.kind} memory, and no CUDA device is visible to this process"
             elif len(kinds) > 1:
                 reason = f"there are regions of {' and '.join(kinds)} memory, and one write has one kind on each side"
+            elif region.device != regions[0].device:
+                reason = f"it is on device {region.device}, and region {regions[0].id} on device {regions[0].device}"
             elif region.kind == "cuda":
                 reason = cuda.refusal(region)
             if reason:
@@ -253,7 +256,7 @@ class NixlConnector(ConnectorBase):
         if peer in self._links:
             self._lose(peer, PeerLost(f"C6.4: {peer} was fenced", peer=peer), dead=True)
         elif peer in self._unquiet:
-            self._unquiet.discard(peer)
+            del self._unquiet[peer]
             self._events.append(PeerEvent(peer, up=False, quiet=True))
 
     def _lose(self, id: PeerId, cause: Exception, *, dead: bool = False) -> None:
@@ -266,12 +269,13 @@ class NixlConnector(ConnectorBase):
             with contextlib.suppress(LinkBroken):  # what had come before the end
                 self._hear(link)
         self._finish(link.end(cause, peer_is_dead=dead))
+        self._receipts += [Receipt(id, *key) for key in link.late]
         self._dropped += link.dropped
         self._leave_lobby(id)
         self._hellos.pop(id, None)
         quiet = dead or link.heard_bye
         if not quiet:
-            self._unquiet.add(id)
+            self._unquiet[id] = link.memory
         self._events.append(PeerEvent(id, up=False, quiet=quiet, error=cause))
 
     def _leave_lobby(self, id: PeerId) -> None:

@@ -102,7 +102,8 @@ class DeviceMover:
         self._device = torch.device("cuda", regions[0].device)
         self._stream = torch.cuda.Stream(self._device)
         prepare(regions[0].device)
-        self._memory = torch.empty((slots.total,), dtype=torch.uint8, device=self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # what torch reuses is of this stream
+            self._memory = torch.empty((slots.total,), dtype=torch.uint8, device=self._device)
         address = self._memory.data_ptr()
         self.region = MemoryRegion(-1, "cuda", regions[0].device, address, slots.total, self._memory)
         self._tables: dict[tuple[bool, int], _Table] = {}
@@ -124,7 +125,8 @@ class DeviceMover:
         rows[2] = segments.length
         table = self._tables.get(key)
         if table is None or len(table.pinned) < 3 * count:
-            table = self._tables[key] = _Table.of(1 << (count - 1).bit_length(), self._device)
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                table = self._tables[key] = _Table.of(1 << (count - 1).bit_length(), self._device)
         table.pinned.numpy()[: 3 * count] = rows.reshape(-1)
         base = self.region.address + start
         wide = not bool((rows & 15).any()) and not base & 15

@@ -83,6 +83,8 @@ class Link:
         #: The peer has said something on this link, so it has had our hello.
         self.heard = False
         self.dropped = 0
+        #: Chunks of the peer that were complete when the link ended, and of which nobody had been told.
+        self.late: list[Key] = []
         self.next_ping = 0.0
         self._unanswered = 0
         self.posted: dict[Key, Posted] = {}
@@ -105,6 +107,9 @@ class Link:
             self.metadata: bytes = self._agent.get_agent_metadata()
         except BaseException:
             destroy(self._agent)  # and not when somebody lets go of the exception
+            if self._mover is not None:
+                self._mover.close()
+                self._mover = self._unpacker = None
             raise
 
     @property
@@ -115,6 +120,11 @@ class Link:
         memory, slots = self._mover.region, self._slots
         address, nbytes = memory.address + slots.receiving(0), slots.count * slots.nbytes
         return Staging(Region(0, memory.kind, memory.device, address, nbytes), slots.count, slots.nbytes)
+
+    @property
+    def memory(self) -> MemoryRegion | None:
+        """What the peer may write besides our regions: it must live until the peer cannot any more."""
+        return self._mover.region if self._mover is not None else None
 
     @property
     def under_way(self) -> int:
@@ -181,6 +191,8 @@ class Link:
                     self.dropped += 1
                     continue
                 self.heard = True
+                if self._unanswered > PATIENT_PINGS:
+                    self.next_ping = 0.0  # it is back: the long pauses are over
                 self._unanswered = 0
                 yield note
 
@@ -365,6 +377,8 @@ class Link:
         self._agent = None
         if self._mover is not None:
             self._mover.close()  # waits for copies of ours, so that what is said to be quiet is
+        if self._unpacker is not None:
+            self.late = [landing.key for landing in self._unpacker.landed() if landing.complete]
         return [Ended(chunk, Outcome.FAILED, True, peer_is_dead, cause) for chunk in chunks]
 
 

@@ -119,12 +119,14 @@ class Packer:
             packed = self._waiting[0]
             number, chunk = packed.next, packed.chunk
             first, end = packed.bounds[number : number + 2]
-            slot, theirs = self._free.popleft(), self._theirs.popleft()
+            slot, theirs = self._free[0], self._theirs[0]
             source, target = chunk.source[first:end], chunk.target[first:end]
             nbytes = source.nbytes
             note = _PART.pack(number, packed.parts, theirs, len(target), nbytes) + target.to_bytes()
+            event = self._mover.gather(source, slot)  # where it raises, nothing was taken
+            self._free.popleft()
+            self._theirs.popleft()
             self._away[theirs] = ((chunk.transfer, chunk.sequence), number)
-            event = self._mover.gather(source, slot)
             self._gathering.append(_Gathering(Part(chunk, number, slot, theirs, nbytes, note), event))
             packed.next += 1
             if packed.next == packed.parts:
