@@ -718,6 +718,21 @@ def test_cancel_reaches_the_plugin_only_for_what_is_posted():
     assert rig.balanced()
 
 
+@pytest.mark.clause("T9", "T8")
+def test_a_late_chunk_that_was_not_started_can_still_be_cancelled():
+    rig = Rig(D0)
+    late = rig.post()
+    rig.clock.advance(30.0)
+    assert [c.outcome for c in rig.poll().completions] == [Outcome.TIMED_OUT]
+    rig.guard.cancel(late.transfer)
+    assert rig.plugin.called("cancel") == [late.transfer]
+    rig.plugin.complete(late, Outcome.CANCELLED)
+    assert [(c.outcome, c.terminal) for c in rig.poll().completions] == [(Outcome.CANCELLED, True)]
+    rig.guard.cancel(late.transfer)
+    assert rig.plugin.called("cancel") == [late.transfer]
+    assert rig.balanced()
+
+
 # -- the destination's side ------------------------------------------------------------------------------------------
 
 

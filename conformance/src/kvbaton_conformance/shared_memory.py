@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: Where processes of a run find its file.
-VARIABLE = "KVBATON_CONFORMANCE_EVIDENCE"
+#: Where processes of a run find its file.  Not a name of the settings, whose variables begin with KVBATON_.
+VARIABLE = "_KVBATON_CONFORMANCE_EVIDENCE"
 
 _FOLDER = "/dev/shm/"
 

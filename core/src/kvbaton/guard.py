@@ -418,9 +418,11 @@ class GuardedConnector:
         return True
 
     def cancel(self, transfer: TransferId) -> None:
-        """What is not started completes as CANCELLED; what is posted drains and is reported (T9)."""
+        """What is not started completes as CANCELLED; what is posted drains and is reported (T9).  Also what is late: a
+        chunk that still waits in the plugin's queue would be written when its peer wakes up.
+        """
         self._enter()
-        if any((transfer, sequence) in self._posted for sequence in self._flights.get(transfer, ())):
+        if any(not flight.completed for flight in self._flights.get(transfer, {}).values()):
             self._foreign("cancel", lambda: self._connector.cancel(transfer), transfer=transfer)
 
     def acknowledge(self, transfer: TransferId) -> None:

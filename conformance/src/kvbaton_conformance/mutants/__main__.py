@@ -77,6 +77,10 @@ class Run:
     def _none_is_broken(self, trial: Trial) -> None:
         for failure in trial.failures:
             self.problems.append(f"nothing is broken, and {failure.test} fails: {failure.message}")
+        if trial.ended or trial.ran < len(trial.tests):
+            self.problems.append(
+                f"nothing is broken, and only {trial.ran} of {len(trial.tests)} tests ran: {trial.ended}"
+            )
         print(
             f"unmutated: {trial.ran} tests, {len(trial.failures)} failed, {trial.seconds:.0f} s {trial.ended}",
             file=self._out,
