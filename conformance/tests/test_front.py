@@ -142,6 +142,13 @@ def test_a_single_test_by_its_name_is_a_part_too(judge):
     assert "standard tests were deselected or removed" in output
 
 
+def test_one_run_of_a_test_that_was_deselected_is_named(judge):
+    left_out = "test_mine.py::TestMine::test_both_are_told_up_once_whoever_calls_first[in-process-source-first]"
+    status, output = judge(MINE, "-x", "--conformance-level", "connector", "--deselect", left_out)
+    assert status == 1
+    assert f"1 runs of standard tests were deselected or removed: {left_out}" in output
+
+
 def test_a_skip_by_anybody_else_is_a_failure(judge):
     body = 'import pytest\n@pytest.mark.skip(reason="slow today")\n' + MINE
     status, output = judge(body, *ONE.split())

@@ -65,6 +65,8 @@ class Kit:
     #: By node id.
     results: dict[str, Result] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    #: Node ids of standard tests, by class and name of the test, before anything was deselected.
+    collected: dict[str, tuple[type, str]] = field(default_factory=dict)
     #: Called when the run ends; each returns what it found wrong.
     closers: list[Any] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
@@ -323,6 +325,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     judged = _judged(item)
     name = getattr(item, "originalname", item.name)
     if judged is not None and name in judged.tests:
+        item.config.stash[KIT].collected[item.nodeid] = (getattr(item, "cls", object), name)
         item.extra_keyword_matches.update(judged.tests[name].__module__.removeprefix(_SUITE + ".").split("."))
         item.extra_keyword_matches.update(str(id) for mark in item.iter_markers("clause") for id in mark.args)
 
@@ -430,6 +433,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 f"{judged.name}: {len(missing)} of {len(judged.tests)} standard tests were deselected or removed:"
                 f" {_first(missing)}. To look at a part on purpose, add --conformance-partial"
             )
+    kept = {item.nodeid for item in session.items}
+    # of a test that is still there some of its runs: a mode, a parameter
+    parts = [
+        node for node, (cls, name) in kit.collected.items()
+        if node not in kept and cls in kit.judged and name in kit.judged[cls].seen
+    ]  # fmt: skip
+    if parts and not kit.partial and not session.config.option.collectonly:
+        kit.problems.append(
+            f"{len(parts)} runs of standard tests were deselected or removed: {_first(parts)}. To look at a part on"
+            " purpose, add --conformance-partial"
+        )
     if not kit.judged:
         return
     everything = {test_id(owner, name) for judged in kit.judged.values() for name, owner in judged.all_tests.items()}
