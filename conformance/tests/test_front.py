@@ -149,6 +149,37 @@ def test_one_run_of_a_test_that_was_deselected_is_named(judge):
     assert f"1 runs of standard tests were deselected or removed: {left_out}" in output
 
 
+_REWRITES = """
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    report.outcome = "passed"
+    return report
+"""
+
+
+@pytest.mark.parametrize(
+    ("cheat", "defect", "said"),
+    [
+        ("def pytest_pyfunc_call(pyfuncitem): return True", "", "whose body did not run"),
+        (
+            _REWRITES,
+            "LoopbackConnector.poll = lambda self: 1 / 0\n",
+            "something else than the kit reported otherwise",
+        ),
+    ],
+    ids=["body", "report"],
+)
+def test_an_answer_by_anybody_else_is_a_failure(judge, tmp_path, cheat, defect, said):
+    (tmp_path / "conftest.py").write_text(cheat)
+    body = "from kvbaton_loopback.connector import LoopbackConnector\n" + defect + MINE
+    status, output = judge(body, *ONE.split())
+    assert status == 1, output
+    assert said in output
+
+
 def test_a_skip_by_anybody_else_is_a_failure(judge):
     body = 'import pytest\n@pytest.mark.skip(reason="slow today")\n' + MINE
     status, output = judge(body, *ONE.split())

@@ -484,8 +484,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         return (yield)
     from kvbaton_conformance.deadline import deadline
 
-    with deadline(TEST_BOUND):
-        return (yield)
+    test, entered = item.obj, []  # type: ignore[attr-defined]
+
+    def run(**given: Any) -> Any:
+        entered.append(True)
+        return test(**given)
+
+    item.obj = run  # type: ignore[attr-defined]
+    try:
+        with deadline(TEST_BOUND):
+            result = yield
+    finally:
+        item.obj = test  # type: ignore[attr-defined]
+    if not entered:
+        raise RuntimeError("something else than pytest answered for a standard test, whose body did not run")
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -498,6 +511,11 @@ def pytest_runtest_makereport(
     if result is None:
         return report
     result.seconds += report.duration
+    raised = call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception)
+    if raised and not report.failed:
+        # what was raised counts, whatever somebody else has made of the report
+        report.outcome = "failed"
+        report.longrepr = f"{result.id} failed, and something else than the kit reported otherwise: {call.excinfo}"
     if report.failed:
         _failed(report, call, result)
         if result.replay:
