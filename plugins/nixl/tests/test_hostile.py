@@ -1,5 +1,6 @@
 """Peers that lie, die early, stand still or come again; and callers that were not invited."""
 
+import struct
 import time
 
 import far_actions
@@ -214,6 +215,32 @@ def test_no_completion_is_lost_where_the_next_write_breaks_the_link(open_here, m
     ]  # fmt: skip
     assert pair.source.connector.outstanding() == 0
     monkeypatch.undo()
+
+
+@pytest.mark.clause("T12", "C9.3", "T7")
+def test_a_peer_that_begins_packed_chunks_without_end_loses_its_link(open_here):
+    """Over NIXL, each part in a slot that is free again."""
+    pair = connected(open_here)
+    source, target = pair.source, pair.target
+    (link,) = source.connector._links.values()
+    theirs = target.connector._links[source.peer]
+    slots = target.connector._options.staging_slots
+    body = struct.pack("<IIIIQ", 0, 2, 0, 1, 8) + segments((0, 0, 8)).to_bytes()
+
+    def begin(comes):
+        link.say(Kind.PACKED, (new_transfer_id(), 0), body)
+        deadline = time.monotonic() + 10
+        while not comes():
+            assert time.monotonic() < deadline, f"{target}, {len(theirs._unpacker)} unfinished"
+            link._agent.get_new_notifs()  # it hears nothing of what it is told
+            target.pump()
+
+    for number in range(slots):
+        begin(lambda number=number: len(theirs._unpacker) == number + 1)
+    assert target.is_up(source.peer)
+    begin(lambda: target.told_down(source.peer))
+    assert not target.told_quiet(source.peer)
+    assert not target.receipts
 
 
 # -- death, early and late ---------------------------------------------------------------------------------------------

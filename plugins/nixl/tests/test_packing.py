@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from collections import deque
 from typing import Any
@@ -15,8 +16,9 @@ from kvbaton.connector import Chunk, MemoryRegion
 from kvbaton.errors import ProtocolViolation
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments
-from kvbaton_nixl.packing import Packer, Part, Unpacker
+from kvbaton_nixl.packing import Landing, Packer, Part, Unpacker
 from kvbaton_nixl.staging import HostMover, Slots
+from kvbaton_nixl.words import MAX_SEGMENTS
 
 PEER = PeerId("decode-0", 1)
 NBYTES = 1 << 14
@@ -192,6 +194,7 @@ HEAD = struct.Struct("<IIIIQ")
         HEAD.pack(0, 1, 0, 1, 40) + Segments([0], [NBYTES], [40]).to_bytes(),
         HEAD.pack(0, 1, 0, 1, 40) + Segments([7], [0], [40]).to_bytes(),
         HEAD.pack(0, 1, 0, 0, 0),
+        HEAD.pack(0, MAX_SEGMENTS + 1, 0, 1, 40) + Segments([0], [0], [40]).to_bytes(),
     ],
     ids=[
         "empty",
@@ -204,6 +207,7 @@ HEAD = struct.Struct("<IIIIQ")
         "bounds",
         "region",
         "none",
+        "more-parts-than-segments",
     ],
 )
 def test_a_part_that_cannot_be_writes_nothing(body: bytes) -> None:
@@ -228,3 +232,59 @@ def test_a_landing_that_was_never_sent_is_a_violation() -> None:
     with pytest.raises(ProtocolViolation):
         world.packer.landed((new_transfer_id(), 0), struct.pack("<II", part.number, part.theirs))
     assert world.packer.landed((chunk.transfer, 0), struct.pack("<II", part.number, part.theirs)) is chunk
+
+
+def first_of_two(slot: int) -> bytes:
+    """The note of a part behind which another would come."""
+    return HEAD.pack(0, 2, slot, 1, 40) + Segments([0], [0], [40]).to_bytes()
+
+
+@pytest.mark.clause("T12", "C9.3")
+def test_a_peer_that_begins_chunks_and_finishes_none_is_refused_and_not_remembered() -> None:
+    world = World(Slots(3, 64))
+    for _ in range(3):
+        world.unpacker.arrived((new_transfer_id(), 0), first_of_two(0))
+        assert [landing.complete for landing in world.unpacker.landed()] == [False]
+    before = world.target.copy()
+    world.target[:40] = 9
+    for _ in range(100):
+        with pytest.raises(ProtocolViolation, match="T12"):
+            world.unpacker.arrived((new_transfer_id(), 0), first_of_two(0))
+    assert len(world.unpacker) == 3
+    assert (world.target[:40] == 9).all()
+    assert (world.target[40:] == before[40:]).all()
+
+
+@pytest.mark.clause("T12", "T6")
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32), count=st.integers(1, 4))
+def test_a_correct_source_never_has_more_unfinished_chunks_than_slots(seed: int, count: int) -> None:
+    """Whenever what arrives and what has landed comes, in any order that the protocol permits."""
+    draw, most = random.Random(seed), 0
+    world = World(Slots(count, 64), Slow)
+    assert isinstance(world.here, Slow)
+    assert isinstance(world.there, Slow)
+    for sequence in range(12):
+        rows = draw.randint(1, 4)  # a part each
+        world.packer.add(chunk_of([0] * rows, list(range(0, 50 * rows, 50)), [40] * rows, sequence))
+    on_the_wire: list[Part] = []
+    said: list[Landing] = []
+    while len(world.packer):
+        step = draw.randrange(4)
+        if step == 0:
+            for event in world.here.events:
+                event.done = True
+            on_the_wire += world.packer.ready()
+        elif step == 1 and on_the_wire:
+            part = on_the_wire.pop(draw.randrange(len(on_the_wire)))
+            world.unpacker.arrived((part.chunk.transfer, part.chunk.sequence), world.write(part))
+            most = max(most, len(world.unpacker))
+            world.packer.written(part)
+        elif step == 2:
+            for event in world.there.events:
+                event.done = True
+            said += world.unpacker.landed()
+        elif step == 3 and said:
+            landing = said.pop(draw.randrange(len(said)))
+            world.packer.landed(landing.key, landing.body)
+    assert most <= count

@@ -13,6 +13,10 @@ A part's slots bound what is under way, at both ends: the source uses a slot of 
 it is free.  DONE is said after the last scatter, because only then is the *target* written (T5).  A chunk that has
 begun is always finished: parts of a chunk are not taken back (T9).
 
+Chunks begin one after another: the first part of one takes a slot after the last part of the one before.  So of those
+that have begun and are not finished each holds a slot, and there are never more of them than slots: a destination
+refuses a peer that begins more, and needs no memory for what such a peer may invent (T12).
+
 :class:`Packer` is the source's half and :class:`Unpacker` the destination's.  Neither knows of NIXL: they return what
 is to be posted or said, and are told what has come.
 """
@@ -22,7 +26,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +35,7 @@ from kvbaton.errors import ProtocolViolation, SegmentError
 from kvbaton.identity import TransferId
 from kvbaton.segments import Segments
 from kvbaton_nixl.staging import Mover, Slots
+from kvbaton_nixl.words import MAX_SEGMENTS
 
 Key = tuple[TransferId, int]
 
@@ -194,12 +199,16 @@ class Landing:
 @dataclass(eq=False, slots=True)
 class _Arriving:
     parts: int
-    seen: set[int] = field(default_factory=set)
+    #: A bit for each part that has come.
+    seen: int = 0
     landed: int = 0
 
 
 class Unpacker:
-    """The destination's half: scatters what has come, and says so."""
+    """The destination's half: scatters what has come, and says so.
+
+    What a peer can make it remember is bounded: unfinished chunks by the slots, parts of a chunk by its segments.
+    """
 
     def __init__(self, mover: Mover, slots: Slots, lengths: Mapping[int, int]) -> None:
         self._mover = mover
@@ -223,10 +232,16 @@ class Unpacker:
             target.check_bounds(self._lengths, f"part {number} of chunk {key}")
         except (struct.error, SegmentError) as error:
             raise ProtocolViolation("C9.3", f"a packed part that cannot be: {error}") from error
-        arriving = self._arriving.get(key) or _Arriving(parts)
+        arriving = self._arriving.get(key)
+        if arriving is None:
+            if len(self._arriving) == self._slots.count:
+                raise ProtocolViolation(
+                    "T12", f"chunk {key} begins while {len(self._arriving)} are unfinished, as many as there are slots"
+                )
+            arriving = _Arriving(parts)
         if not (
-            number < parts == arriving.parts
-            and number not in arriving.seen
+            number < parts == arriving.parts <= MAX_SEGMENTS  # a part has a segment at least
+            and not arriving.seen >> number & 1
             and slot < self._slots.count
             and slot not in self._busy
             and len(target) == count > 0
@@ -234,7 +249,7 @@ class Unpacker:
         ):
             raise ProtocolViolation("C9.3", f"part {number} of {parts} of chunk {key} in slot {slot} cannot be")
         self._arriving[key] = arriving
-        arriving.seen.add(number)
+        arriving.seen |= 1 << number
         self._busy.add(slot)
         self._scattering.append((key, _LANDED.pack(number, slot), self._mover.scatter(slot, target)))
 

@@ -9,6 +9,7 @@ from kvbaton.connector import API_VERSION, Availability, Capabilities, Connector
 from kvbaton.errors import TransportError
 from kvbaton_nixl import library
 from kvbaton_nixl.options import NixlOptions
+from kvbaton_nixl.words import MAX_SEGMENTS
 
 if TYPE_CHECKING:
     from kvbaton_nixl.connector import NixlConnector
@@ -21,7 +22,7 @@ CAPABILITIES = Capabilities(
     cross_host=True,
     quiet="peer_death",  # after an error a live peer on this host may still write: it needs no socket for that
     copies_in_submit=True,  # through shared memory and cross-memory attach NIXL writes while it posts
-    max_segments=16384,  # posting 131,000 descriptors at once takes half a second
+    max_segments=MAX_SEGMENTS,
 )
 
 

@@ -39,6 +39,8 @@ class Kind(enum.IntEnum):
 
 #: Notes that have a body behind their head.
 _WITH_BODY = frozenset({Kind.PACKED, Kind.LANDED})
+#: Segments of a chunk, at most: posting 131,000 descriptors at once takes half a second.
+MAX_SEGMENTS = 16384
 #: The longest body: more segments than a chunk may have do not come in one part.
 MAX_BODY = 1 << 20
 #: The longest hello: one with as many regions as an endpoint may announce is well below.
