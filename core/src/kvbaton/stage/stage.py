@@ -135,6 +135,11 @@ class Stage(ABC):
     def ended(self) -> bool:
         return self.outcome is not None
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Faults, ignored events and ``violations_<clause>`` so far."""
+        return self._counts
+
     def wait(self, timeout: float) -> None:
         """Where the next event will most likely come from the transport, on that: a message then waits for as long."""
         if self._reports:
