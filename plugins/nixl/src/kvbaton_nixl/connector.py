@@ -255,9 +255,13 @@ class NixlConnector(ConnectorBase):
         """The peer's process is dead, so it writes nothing itself; with its link goes what waits in our sockets."""
         if peer in self._links:
             self._lose(peer, PeerLost(f"C6.4: {peer} was fenced", peer=peer), dead=True)
-        elif peer in self._unquiet:
+        elif peer in self._unquiet and self._settled():
             del self._unquiet[peer]
             self._events.append(PeerEvent(peer, up=False, quiet=True))
+
+    def _settled(self) -> bool:
+        """Whether nothing runs on our device; a failed one never says so, and then memory stays held (C6.4)."""
+        return not any(region.kind == "cuda" for region in self._regions[:1]) or cuda.synchronize(self._regions[0])
 
     def _lose(self, id: PeerId, cause: Exception, *, dead: bool = False) -> None:
         """The end of a link, for whatever reason but a disconnection that both have agreed to (T7).
@@ -273,7 +277,7 @@ class NixlConnector(ConnectorBase):
         self._dropped += link.dropped
         self._leave_lobby(id)
         self._hellos.pop(id, None)
-        quiet = dead or link.heard_bye
+        quiet = (dead or link.heard_bye) and link.settled
         if not quiet:
             self._unquiet[id] = link.memory
         self._events.append(PeerEvent(id, up=False, quiet=quiet, error=cause))

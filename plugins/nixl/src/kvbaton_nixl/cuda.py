@@ -57,3 +57,16 @@ def make_current(region: MemoryRegion) -> None:
     context = _ask(region.address, _CONTEXT, ctypes.c_uint64)
     if driver is not None and context:
         driver.cuCtxSetCurrent(ctypes.c_uint64(context))
+
+
+def synchronize(region: MemoryRegion) -> bool:
+    """Wait until the device has finished everything that was started in the context of ``region``'s memory.
+
+    By whomever, because nobody else can name the streams that UCX has for itself; so a step of the engine that runs is
+    waited for too, and no peer ever is.  Whether the device says so: not where it has failed.
+    """
+    driver = _driver()
+    if driver is None:
+        return False
+    make_current(region)
+    return bool(driver.cuCtxSynchronize() == 0)

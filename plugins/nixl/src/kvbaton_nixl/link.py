@@ -17,7 +17,7 @@ import numpy as np
 from kvbaton.connector import Chunk, MemoryKind, MemoryRegion, Outcome, region_lengths
 from kvbaton.errors import ProtocolViolation, SegmentError, TransportError
 from kvbaton.identity import PeerId, TransferId
-from kvbaton_nixl import library
+from kvbaton_nixl import cuda, library
 from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows, merge
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.packing import Packer, Part, Unpacker
@@ -83,6 +83,8 @@ class Link:
         #: The peer has said something on this link, so it has had our hello.
         self.heard = False
         self.dropped = 0
+        #: After the end: nothing on our side reads or writes on its behalf any more.
+        self.settled = False
         #: Chunks of the peer that were complete when the link ended, and of which nobody had been told.
         self.late: list[Key] = []
         self.next_ping = 0.0
@@ -92,6 +94,7 @@ class Link:
         self._theirs: AddressBook | None = None
         self._their_staging: Staging | None = None
         self._ours = AddressBook.of(regions)
+        self._on_device = next((region for region in regions if region.kind == "cuda"), None)
         self._options = options
         self._below = options.packing_below or PACKING_BELOW[self._ours.kind]
         self._slots = Slots(options.staging_slots, options.staging_bytes or STAGING_BYTES[self._ours.kind])
@@ -364,6 +367,7 @@ class Link:
         """Destroy the agent.  What was under way has failed: its source is quiet, because nobody of ours reads it any
         more; its target is, only if the peer is dead.
         """
+        orderly = self.heard_bye and not self.under_way
         chunks = [one.chunk for one in self.posted.values()]
         handles = [one.handle for one in self.posted.values()] + [handle for _, handle in self._parts]
         if self._packer is not None:
@@ -375,11 +379,17 @@ class Link:
         self.open = False
         destroy(self._agent)
         self._agent = None
+        self.settled = True
+        if self._on_device is not None and not orderly:
+            # UCX destroys its streams and does not wait for them: a copy that they were given goes on reading what we
+            # send, or writing what a peer has sent, until the device says that it has finished (T5, C6.4)
+            self.settled = cuda.synchronize(self._on_device)
         if self._mover is not None:
             self._mover.close()  # waits for copies of ours, so that what is said to be quiet is
         if self._unpacker is not None:
             self.late = [landing.key for landing in self._unpacker.landed() if landing.complete]
-        return [Ended(chunk, Outcome.FAILED, True, peer_is_dead, cause) for chunk in chunks]
+        quiet = self.settled
+        return [Ended(chunk, Outcome.FAILED, quiet, quiet and peer_is_dead, cause) for chunk in chunks]
 
 
 def _broken(violation: ProtocolViolation, peer: PeerId) -> TransportError:
