@@ -27,9 +27,6 @@ class Spaces:
 
     words = (" the", " cat", "s", " sat", ".", "\n")
 
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
     def decode(self, token_ids) -> str:
         return "".join(self.words[token] for token in token_ids).removeprefix(" ")
 

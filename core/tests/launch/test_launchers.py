@@ -60,11 +60,13 @@ def test_an_exit_status_comes_through_and_the_last_message_too(launched):
 
 
 @pytest.mark.clause("C6.2")
-def test_an_end_wakes_the_coordinator_by_itself(launched):
+def test_an_end_wakes_the_coordinator_by_itself(launched, tmp_path):
     """A lost channel is no end: the launcher has its own word."""
-    handle = launched.start("mute")
+    handle = launched.start("mute", until=str(tmp_path / "heard"))
     [lost] = launched.gather(1)
     assert isinstance(lost, ChannelLost)
+    assert not launched.launcher.exited()
+    (tmp_path / "heard").touch()
     assert launched.exits(1) == [handle]
 
 

@@ -85,9 +85,10 @@ def describe(spec, channel, lifeline):
 
 
 def mute(spec, channel, lifeline):
-    """Gives its channel up, and ends only some time after."""
+    """Gives its channel up, and ends only once the file that its settings name is there."""
     channel.close()
-    time.sleep(0.3)
+    while not (Path(spec.settings["until"]).exists() or lifeline.wait(0.01)):
+        pass
     return 0
 
 
