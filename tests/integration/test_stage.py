@@ -15,8 +15,11 @@ from kvbaton.handoff.coordinator import Deadlines, Limits
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton.identity import TransferId
 from kvbaton.messages import Call, Failed, PeerDown, Reply, Reserved
+from kvbaton.settings import Settings
+from kvbaton.stage.engine_loop import EngineLoop, Quit
 from kvbaton.stage.prefill import PrefillStage
-from kvbaton_conformance.deployment import Deployment
+from kvbaton.stage.worker import run
+from kvbaton_conformance.deployment import Deployment, StageSeat
 from kvbaton_conformance.scripted import ScriptedLayout
 from kvbaton_loopback.plugin import LoopbackPlugin
 
@@ -301,6 +304,54 @@ def test_a_stage_that_cannot_drain_says_what_it_held(world: Deployment) -> None:
     assert "DRAINING" in outcome.reason
 
 
+def run_again(seat: StageSeat, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What a process does around a stage, of which everything is over."""
+    monkeypatch.setattr(seat.stage, "advance", lambda: False)
+    loop = EngineLoop(seat.engine, lambda report: None, lambda transfer, tokens: True)
+    loop.post(Quit())
+    return run(seat.stage, loop, seat.engine, Settings(model="scripted:1"))
+
+
+@pytest.mark.clause("C6.6", "C6.4", "C5.4")
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_what_a_transport_may_still_touch_is_not_given_up_before_the_process_ends(
+    world: Deployment, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Without a coordinator nobody proves the writer quiet.  D's deadline ends D, and proves nothing either."""
+    seat = world.seats[name]
+    closed: list[str] = []
+    monkeypatch.setattr(seat.connector, "close", lambda: closed.append("transport"))
+    monkeypatch.setattr(seat.engine, "close", lambda: closed.append("engine"))
+    world.submit("a", REQUEST)
+    reach_committed(world)
+    world.begin()
+    world.seats["decode-0"].frozen = name == "prefill-0"
+    seat.stage.channel.sever("the coordinator's process is gone")
+    world.settle()
+    world.advance(6)
+    world.settle()
+    outcome = seat.stage.outcome
+    assert outcome is not None
+    assert (outcome.status, outcome.exposed) == (1, True)
+    assert {"prefill-0": "DRAINING", "decode-0": "HELD"}[name] in outcome.reason
+    assert run_again(seat, monkeypatch) == 1
+    assert closed == []
+
+
+@pytest.mark.clause("T10", "C5.4")
+def test_a_stage_that_nobody_can_touch_any_more_gives_everything_up(
+    world: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = world.seats["decode-0"]
+    closed: list[str] = []
+    monkeypatch.setattr(seat.engine, "close", lambda: closed.append("engine"))
+    seat.stage.channel.sever("the coordinator's process is gone")
+    world.settle()
+    assert seat.guard.closed
+    assert run_again(seat, monkeypatch) == 0
+    assert closed == ["engine"]
+
+
 @pytest.mark.clause("C6.3")
 def test_an_engine_that_raises_in_a_step_ends_its_stage(world: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> Sequence[StepOutput]:
@@ -394,6 +445,30 @@ def test_a_frozen_destination_pauses_its_own_requests_only() -> None:
     world.run_until(world.idle)
     for key in world.answers:
         world.check_answer(key)
+    world.finish()
+
+
+@pytest.mark.clause("T12", "T6")
+def test_nothing_is_kept_of_cancelled_transfers_behind_a_frozen_destination() -> None:
+    world = open_world(layouts={Role.PREFILL: ScriptedLayout(blocks=300), Role.DECODE: ScriptedLayout(blocks=300)})
+    p = world.seats["prefill-0"]
+    stage = cast(PrefillStage, p.stage)
+    p.gate.hold("submissions")  # the destination takes nothing
+    head = world.submit("head", REQUEST)
+    world.settle()
+    (lane,) = stage._lanes.values()
+    before = len(lane.ready)
+    assert before > 0
+    for number in range(20):
+        behind = world.submit(f"{number}", REQUEST)
+        world.run_until(lambda: len(lane.ready) > before, "its chunks stand in line")
+        world.abort(f"{number}")
+        world.run_until(lambda behind=behind: world.coordinator.phase(behind.transfer) is None)  # type: ignore[misc]
+        assert len(lane.ready) == before
+    assert not head.ended
+    world.let_go()
+    world.run_until(world.idle)
+    world.check_answer("head")
     world.finish()
 
 

@@ -510,6 +510,8 @@ class Deployment:
         for event in events:
             if isinstance(event, ChannelLost):
                 self._carry_out(self.coordinator.peer_lost(event.peer, event.reason, self.clock()))
+            elif isinstance(event.message, messages.Reply):
+                self.coordinator.heard(event.peer, self.clock())
             else:
                 self.mail.append(Mail("from", event.peer, event.message))
                 self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))
@@ -533,6 +535,8 @@ class Deployment:
                 case fx.Reached(key, transfer, milestone):
                     if key in self.answers and transfer in self.answers[key].transfers:
                         self.answers[key].milestones.append(milestone)
+                case fx.Ask(peer):
+                    self._send(peer, messages.Call("alive", "coordinator", "health"))
                 case fx.Kill(peer):
                     self.kills.append(peer)
                     seat = self.seats.get(peer.name)

@@ -147,7 +147,8 @@ class Service:
             Limits(waiting=limits.waiting, passes=limits.passes, retries=limits.retries),
             Deadlines(
                 reserve=deadline.reserve, prefill_start=deadline.prefill_start, prefill_idle=deadline.prefill_idle,
-                receipts=deadline.receipts, drain=deadline.drain, shutdown=deadline.shutdown + _GRACE,
+                receipts=deadline.receipts, drain=deadline.drain, control=deadline.control,
+                shutdown=deadline.shutdown + _GRACE,
             ),
             choose=self._choose_pair,
         )  # fmt: skip
@@ -670,6 +671,7 @@ class Service:
         self._carry_out(self._machine.peer_lost(peer, cause, now), now)
 
     def _on_reply(self, peer: PeerId, reply: messages.Reply, now: float) -> None:
+        self._machine.heard(peer, now)
         if self._on_pulse(peer, reply, now):
             return
         for census in self._censuses:
@@ -712,6 +714,8 @@ class Service:
                     self._tell(key, transfer, event, now)
                 case fx.Reached():
                     self._reached(effect, now)
+                case fx.Ask(peer):
+                    self._send(peer, messages.Call(f"alive-{next(self._order)}", "coordinator", "health"), now)
                 case fx.Kill(peer, cause):
                     self._kill(peer, cause)
                 case fx.Join(peer):

@@ -208,7 +208,7 @@ class DeadlineSettings(_Group):
     step: Seconds = 120.0
     """One step of an engine, and a stage's silence. Owner: the coordinator, which asks each stage several times within
     it how it fares. Then: the stage counts as lost, is killed and joined, and its requests fail."""
-    control: Seconds = 5.0
+    control: Seconds = _PHASES.control
     """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing."""
     startup: Seconds = 300.0
     """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything

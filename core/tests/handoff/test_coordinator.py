@@ -109,6 +109,15 @@ class Desk:
         self.now += seconds
         return self.did(self.c.expire(self.now))
 
+    def overdue(self, *answering: PeerId, after: float = 5.0) -> list:
+        """A drain is overdue: what follows until it is clear who answers, which ``answering`` do."""
+        asked = self.wait(after)
+        self.now += 0.25
+        for effect in orders(asked, fx.Ask):
+            if effect.peer in answering:
+                self.c.heard(effect.peer, self.now)
+        return asked + self.wait(0.25)
+
     def ends(self, name: str) -> list:
         return [e.event for e in self.log if isinstance(e, fx.Tell) and e.key == name and isinstance(e.event, fx.Ended)]
 
@@ -586,25 +595,25 @@ def test_a_stage_that_says_fatal_is_lost():
 
 # -- deadlines -------------------------------------------------------------------------------------------------------
 
-SHORT = Deadlines(reserve=1.0, prefill_start=2.0, prefill_idle=3.0, receipts=4.0, drain=5.0, shutdown=6.0)
+SHORT = Deadlines(reserve=1.0, prefill_start=2.0, prefill_idle=3.0, receipts=4.0, drain=5.0, control=0.5, shutdown=6.0)
 
 
 @pytest.mark.clause("C6.7")
 @pytest.mark.parametrize(
-    ("until", "seconds", "name", "whom"),
+    ("until", "seconds", "grace", "name", "whom"),
     [
-        (None, 1.0, "reserve", D0),
-        ("reserved", 2.0, "prefill_start", P0),
-        ("committed", 4.0, "receipts", D0),
+        (None, 1.0, 0.0, "reserve", D0),
+        ("reserved", 2.0, 0.0, "prefill_start", P0),
+        ("committed", 4.0, 0.5, "receipts", D0),  # D comes first, for it can say which are missing
     ],
 )
-def test_each_phase_has_a_deadline_and_it_ends_the_request(until, seconds, name, whom):
+def test_each_phase_has_a_deadline_and_it_ends_the_request(until, seconds, grace, name, whom):
     desk = Desk(deadlines=SHORT)
     desk.submit("a")
     if until:
         desk.life("a", until)
-    assert desk.c.next_deadline() == desk.now + seconds
-    desk.wait(seconds - 0.001)
+    assert desk.c.next_deadline() == desk.now + seconds + grace
+    desk.wait(seconds + grace - 0.001)
     assert desk.ends("a") == []
     desk.wait(0.001)
     (end,) = desk.ends("a")
@@ -660,8 +669,7 @@ def test_a_stage_that_does_not_retire_an_ended_transfer_is_lost():
     desk.submit("a")
     t = desk.life("a", "committed")
     desk.did(desk.c.abort(RequestKey("a"), desk.now))
-    effects = desk.wait(5.0)
-    assert [e.peer for e in orders(effects, fx.Kill)] == [P0]
+    assert [e.peer for e in orders(desk.overdue(P0, D0), fx.Kill)] == [P0]
     assert desk.c.next_deadline() is None
     effects = desk.did(desk.c.peer_joined(P0, desk.now))
     assert (D0, Release(t)) in sent(effects)
@@ -671,6 +679,73 @@ def test_a_stage_that_does_not_retire_an_ended_transfer_is_lost():
     desk.did(desk.c.peer_joined(D0, desk.now))
     assert len(desk.c) == 0
     assert desk.c.peers() == ()
+
+
+@pytest.mark.clause("C6.7", "C6.4", "C6.3")
+@pytest.mark.parametrize(
+    ("answering", "lost"), [((P0,), [D0]), ((D0,), [P0]), ((), [P0, D0])], ids=["D hangs", "P hangs", "both hang"]
+)
+@pytest.mark.parametrize("until", ["committed", "finished"])
+def test_who_hangs_is_lost_and_not_who_waits_for_it(answering, lost, until):
+    """A chunk may end with D's help only: a P that lives cannot retire while D hangs, and is not to blame."""
+    desk = Desk(prefills=(P0,), decodes=(D0,), deadlines=SHORT)
+    desk.submit("a")
+    desk.submit("b")
+    for name in "ab":
+        t = desk.placed(name)
+        for message in (Reserved(Reservation(t, ((0,),), 0, 0)), Commit(t, 1), Received(t), Activated(t)):
+            if until == "committed" and isinstance(message, Received):
+                break
+            desk.hear(P0 if isinstance(message, Commit) else D0, message)
+        if until == "finished":
+            desk.hear(D0, Finished(t, FinishReason.LENGTH))
+        else:
+            desk.did(desk.c.abort(RequestKey(name), desk.now))
+        desk.now += 0.25  # one is overdue while the other is judged
+    before = len(desk.log)
+    effects = desk.overdue(*answering, after=4.5)
+    assert [e.peer for e in orders(effects, fx.Kill)] == lost
+    assert all("has said nothing for deadline.control of 0.5 s: it hangs" in e.cause for e in orders(effects, fx.Kill))
+    desk.wait(0.25)
+    for peer in lost:
+        desk.did(desk.c.peer_joined(peer, desk.now))
+    if lost == [D0]:  # P has its time again, from the end of what it waited for
+        assert desk.c.next_deadline() == desk.now + 5.0
+        for name in "ab":
+            desk.hear(P0, Retired(desk.placed(name)))
+    elif lost == [P0]:
+        for name in "ab":
+            desk.hear(D0, Retired(desk.placed(name)))
+    assert len(desk.c) == 0
+    assert [e.peer for e in orders(desk.log[before:], fx.Kill)] == lost
+
+
+@pytest.mark.clause("C6.7")
+def test_p_is_lost_where_d_lives_and_p_has_its_time_again_where_d_was_lost():
+    desk = Desk(deadlines=SHORT)
+    desk.submit("a")
+    desk.life("a", "committed")
+    desk.did(desk.c.abort(RequestKey("a"), desk.now))
+    desk.overdue(P0)
+    desk.did(desk.c.peer_joined(D0, desk.now))
+    effects = desk.overdue(P0)
+    assert [e.peer for e in orders(effects, fx.Ask)] == [P0], "the dead are not asked"
+    assert [e.peer for e in orders(effects, fx.Kill)] == [P0]
+    assert "hangs" not in orders(effects, fx.Kill)[0].cause
+
+
+@pytest.mark.clause("C6.7")
+def test_a_transfer_that_retires_while_its_stages_are_asked_costs_nobody():
+    desk = Desk(deadlines=SHORT)
+    desk.submit("a")
+    t = desk.life("a", "committed")
+    desk.did(desk.c.abort(RequestKey("a"), desk.now))
+    desk.wait(5.0)
+    desk.hear(P0, Retired(t))
+    desk.hear(D0, Retired(t))
+    desk.wait(100.0)
+    assert not orders(desk.log, fx.Kill)
+    desk.c.heard(PeerId("prefill-7", 1), desk.now)  # of nobody: no effect
 
 
 @pytest.mark.clause("C6.7")

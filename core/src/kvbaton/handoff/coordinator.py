@@ -32,6 +32,7 @@ from kvbaton.engine import FinishReason, Request, Role
 from kvbaton.errors import DuplicateRequest, LocalProtocolError, PromptTooLong, RequestRefused, RuntimeClosed
 from kvbaton.handoff.credits import Ledger
 from kvbaton.handoff.effects import (
+    Ask,
     CoordinatorEffect,
     Ended,
     Ending,
@@ -126,8 +127,8 @@ class PeerView(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "leaving", "ledger", "ordinal", "quiet",
-                 "role", "status", "unjoinable")  # fmt: skip
+    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "heard", "id", "leaving", "ledger", "ordinal",
+                 "quiet", "role", "status", "unjoinable")  # fmt: skip
 
     def __init__(self, hello: Hello) -> None:
         self.id = hello.peer
@@ -135,6 +136,8 @@ class _Peer:
         self.endpoint = hello.endpoint
         self.ledger = Ledger(hello.capacity)
         self.status = _UP
+        #: When its last word came.
+        self.heard = -math.inf
         #: Last creating message sent on this channel (C1.2).
         self.ordinal = 0
         #: Lost for good: nobody will ever join it.
@@ -175,6 +178,7 @@ class _Waiting:
 class _Entry:
     __slots__ = (
         "activated",
+        "asked",
         "count",
         "d",
         "d_out",
@@ -203,19 +207,23 @@ class _Entry:
         self.activated = False
         #: The queue its deadline is in.
         self.deadlines: _DeadlineQueue | None = None
+        #: When its stages were asked whether they live, its drain being overdue.
+        self.asked = math.inf
 
 
 class _DeadlineQueue:
     """Entries in the order of their deadlines, which is the order in which they were set: each lasts equally long.
 
-    A renewal moves an entry to the end, so the order holds whatever is renewed.
+    A renewal moves an entry to the end, so the order holds whatever is renewed.  ``grace``: by so much later than the
+    stage that watches the same deadline (it can say more) the coordinator acts on it.
     """
 
-    __slots__ = ("entries", "name", "seconds")
+    __slots__ = ("entries", "grace", "name", "seconds")
 
-    def __init__(self, name: str, seconds: float) -> None:
+    def __init__(self, name: str, seconds: float, grace: float = 0.0) -> None:
         self.name = name
         self.seconds = seconds
+        self.grace = grace
         self.entries: OrderedDict[TransferId, tuple[float, _Entry]] = OrderedDict()
 
     def first(self) -> float | None:
@@ -265,9 +273,10 @@ class Coordinator:
         self._reserve = _DeadlineQueue("reserve", deadlines.reserve)
         self._start = _DeadlineQueue("prefill_start", deadlines.prefill_start)
         self._idle = _DeadlineQueue("prefill_idle", deadlines.prefill_idle)
-        self._receipts = _DeadlineQueue("receipts", deadlines.receipts)
+        self._receipts = _DeadlineQueue("receipts", deadlines.receipts, grace=deadlines.control)
         self._drain = _DeadlineQueue("drain", deadlines.drain)
-        self._queues = (self._reserve, self._start, self._idle, self._receipts, self._drain)
+        self._answers = _DeadlineQueue("control", deadlines.control)
+        self._queues = (self._reserve, self._start, self._idle, self._receipts, self._drain, self._answers)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -401,6 +410,7 @@ class Coordinator:
             if isinstance(message, Hello):
                 return self._hello(peer, message)
             return [Ignored(getattr(message, "transfer", None), kind.__name__, f"{peer} is not known")]
+        sender.heard = self._now
         if kind in _PEER_HANDLERS:
             effects: Effects = []
             _PEER_HANDLERS[kind](self, sender, message, effects)
@@ -425,6 +435,15 @@ class Coordinator:
         if self._freed:
             self._settle(effects)
         return effects
+
+    def heard(self, peer: PeerId, now: float) -> None:
+        """``peer`` has said something that is not the machine's: a reply to a generic call, such as :class:`Ask` makes.
+
+        It lives: its process runs and its pump answers.
+        """
+        self._tick(now)
+        if peer in self._peers:
+            self._peers[peer].heard = self._now
 
     def peer_lost(self, peer: PeerId, cause: str, now: float) -> Effects:
         """``peer``'s channel is gone, or its sequence has a gap (C9.4).  Ends what depends on it; frees nothing
@@ -457,8 +476,11 @@ class Coordinator:
         for entry in tuple(found.entries.values()):
             if entry.p is found and entry.p_out:
                 self._p_over(entry, effects)
-            elif entry.d is found and entry.d_out:
-                self._d_over(entry)
+            elif entry.d is found:
+                if entry.d_out:
+                    self._d_over(entry)
+                if entry.p_out:
+                    self._set_deadline(entry, self._drain)  # P's time starts here: it drains towards nobody now
         # one that is lost and not joined may be written to all the same
         self._unclosed[peer] = {o.id for o in others.values() if o.status is not _FENCED and peer not in o.quiet}
         self._forget_peer(found)
@@ -548,6 +570,8 @@ class Coordinator:
                 text = f"C6.7: deadline.{queue.name} of {queue.seconds:g} s passed in {entry.phase.name}"
                 if queue is self._drain:
                     self._overdue(entry, text, effects)
+                elif queue is self._answers:
+                    self._blame(entry, effects)
                 else:
                     whom = entry.d if queue in (self._reserve, self._receipts) else entry.p
                     self._end(entry, _FAILED, f"{text}, waiting for {whom.id}", effects, at=whom)
@@ -892,10 +916,28 @@ class Coordinator:
             self._forget_peer(peer)
 
     def _overdue(self, entry: _Entry, text: str, effects: Effects) -> None:
-        """A stage that does not retire an ended transfer is lost.  P first: D cannot before P has."""
-        guilty = entry.p if entry.p_out else entry.d
-        if guilty.status is _UP:
-            self._lose(guilty, f"{text} of {entry.transfer}", effects)
+        """A stage that does not retire an ended transfer is lost.  P first: D cannot before P has.
+
+        But neither can P while D hangs, where a chunk ends with D's help only.  So both are asked whether they live.
+        """
+        if not entry.p_out:
+            if entry.d.status is _UP:
+                self._lose(entry.d, f"{text} of {entry.transfer}", effects)
+        elif entry.p.status is _UP:
+            entry.asked = self._now
+            effects += [Ask(peer.id) for peer in (entry.p, entry.d) if peer.status is _UP]
+            self._set_deadline(entry, self._answers)
+
+    def _blame(self, entry: _Entry, effects: Effects) -> None:
+        """P's drain is overdue and both were asked: lost are those that hang; P, where both live."""
+        stages = [peer for peer in (entry.p, entry.d) if peer.status is _UP]
+        silent = [peer for peer in stages if peer.heard <= entry.asked]
+        text = f"C6.7: deadline.drain of {self._drain.seconds:g} s passed in ENDED of {entry.transfer}"
+        for peer in silent:
+            cause = f"{text}, and it has said nothing for deadline.control of {self._answers.seconds:g} s: it hangs"
+            self._lose(peer, cause, effects)
+        if not silent and entry.p.status is _UP:
+            self._lose(entry.p, text, effects)
 
     # -- peers, inside -----------------------------------------------------------------------------------------------
 
@@ -908,6 +950,8 @@ class Coordinator:
         for entry in tuple(peer.entries.values()):
             if entry.phase in _EXPOSED or (entry.phase is _RECEIVED and entry.d is peer):
                 self._end(entry, _FAILED, f"{peer.id} is lost: {cause}", effects, at=peer)
+            elif entry.d is peer and entry.p_out:
+                self._set_deadline(entry, self._drain)  # what P waits for comes to an end now
         self._refuse_unserved(effects)
 
     def _forget_peer(self, peer: _Peer) -> None:
@@ -1064,7 +1108,7 @@ class Coordinator:
             del entry.deadlines.entries[entry.transfer]
         entry.deadlines = queue
         if queue is not None:
-            queue.entries[entry.transfer] = (self._now + queue.seconds, entry)
+            queue.entries[entry.transfer] = (self._now + queue.seconds + queue.grace, entry)
 
     def _move(self, entry: _Entry, phase: CoordinatorPhase) -> None:
         if (entry.phase, phase) not in LEGAL_COORDINATOR:

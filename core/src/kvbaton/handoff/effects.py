@@ -182,6 +182,12 @@ class SendTo(Effect, frozen=True, gc=False):
     message: Message
 
 
+class Ask(Effect, frozen=True, gc=False):
+    """Ask ``peer`` whether it lives, by a generic call that disturbs nothing; its reply goes to ``coordinator.heard``."""
+
+    peer: PeerId
+
+
 class Kill(Effect, frozen=True, gc=False):
     """``peer`` is lost: make sure its process ends, join it, then call ``coordinator.peer_joined(peer)`` (C6.4)."""
 
@@ -278,4 +284,4 @@ SourceEffect: TypeAlias = (
 DestinationEffect: TypeAlias = (
     Send | Admit | Grant | Import | Suspend | Revoke | Free | DisconnectPeer | Milestone | Fault | Ignored | Violation
 )
-CoordinatorEffect: TypeAlias = SendTo | Tell | Reached | Kill | Join | Fenced | Fault | Ignored | Violation
+CoordinatorEffect: TypeAlias = SendTo | Tell | Reached | Ask | Kill | Join | Fenced | Fault | Ignored | Violation

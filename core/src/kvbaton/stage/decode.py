@@ -6,6 +6,8 @@ the request like any other from then on.
 
 from __future__ import annotations
 
+import itertools
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,19 +26,25 @@ from kvbaton.segments import Segments
 from kvbaton.stage import engine_loop as loop
 from kvbaton.stage.stage import Stage
 
-#: A pass while anything is granted takes half a millisecond at most, if nothing happens.
+#: While a revocation is due the pump pauses for ``pump.idle_max`` at most: by default a try every 32 ms.
 MAX_PASSES_BETWEEN_REVOCATIONS = 64
 
 
 class DecodeStage(Stage):
-    """See the module's text.  ``geometry`` is the engine's own: it says which bytes a reservation covers."""
+    """See the module's text.  ``geometry`` is the engine's own: it says which bytes a reservation covers.
+    ``receipts_deadline``: seconds from Commit until all receipts are in, after which the transfer fails here.
+    """
 
     role = Role.DECODE
     machine: Destination
 
-    def __init__(self, geometry: KVGeometry, **common: Any) -> None:
+    def __init__(self, geometry: KVGeometry, *, receipts_deadline: float, **common: Any) -> None:
         super().__init__(**common)
         self.machine = Destination()
+        self._receipts_deadline = receipts_deadline
+        #: Committed and not received, with the moment by which they shall be; all wait equally long, so the first is
+        #: due first.
+        self._incomplete: OrderedDict[TransferId, float] = OrderedDict()
         self._geometry = geometry
         self._map = KVMap(geometry, geometry)
         self._prompts: dict[TransferId, int] = {}
@@ -49,8 +57,11 @@ class DecodeStage(Stage):
         match message:
             case messages.Reserve():
                 return self.machine.reserve(message)
-            case messages.Commit():
-                return self.machine.commit(message)
+            case messages.Commit(transfer):
+                effects = self.machine.commit(message)
+                if self.machine.phase(transfer) is DestinationPhase.RESERVED:
+                    self._incomplete.setdefault(transfer, self._clock() + self._receipts_deadline)
+                return effects
             case messages.Cancel(transfer):
                 return self.machine.cancel(transfer)
             case messages.Release(transfer):
@@ -125,10 +136,22 @@ class DecodeStage(Stage):
                 raise TypeError(f"a destination machine has no effect {effect!r}")
 
     def _progress(self) -> bool:
+        busy = self._expire_receipts()
         waiting = tuple(self._revoking)
         for transfer in waiting:
             self._revoke(transfer)
-        return len(self._revoking) < len(waiting)
+        return busy or len(self._revoking) < len(waiting)
+
+    def _expire_receipts(self) -> bool:
+        """C6.7: the receipts of a committed transfer are overdue.  Only here is it known which are missing (C6.3)."""
+        now = self._clock()
+        expired = list(itertools.takewhile(lambda item: item[1] <= now, self._incomplete.items()))
+        for transfer, _ in expired:
+            del self._incomplete[transfer]
+            if self.machine.phase(transfer) is DestinationPhase.RESERVED:
+                cause = f"C6.7: deadline.receipts of {self._receipts_deadline:g} s passed"
+                self._run(self.machine.engine_failed(transfer, cause))
+        return bool(expired)
 
     def _revoke(self, transfer: TransferId) -> None:
         """Try until it is revoked or nobody waits for it: released by C, its writer fenced, or this stage ended."""
@@ -146,7 +169,11 @@ class DecodeStage(Stage):
         kv = self._map.plan(tables, tables, reservation.valid, end)[0] if end > reservation.valid else Segments.empty()
         return kv.concat(self._geometry.final_segment(reservation.final_slot))
 
+    def _exposed(self) -> bool:
+        return bool(self.machine.sources())
+
     def _forget(self, transfer: TransferId) -> None:
+        self._incomplete.pop(transfer, None)
         self._prompts.pop(transfer, None)
         self._revoking.pop(transfer, None)
 

@@ -7,7 +7,7 @@ refilled each time.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,8 +33,8 @@ class _Lane:
     """What goes to one destination: a frozen one holds up its own requests and nobody else's (T6)."""
 
     peer: PeerId
-    #: Chunks that only wait for room in the transport.
-    ready: deque[Chunk] = field(default_factory=deque)
+    #: Chunks that only wait for room in the transport, by transfer and sequence, in the order in which they got ready.
+    ready: OrderedDict[tuple[TransferId, int], Chunk] = field(default_factory=OrderedDict)
     #: Bytes computed and not yet submitted.
     backlog: int = 0
     #: The engine was told to pause, and has not been told that it may go on.
@@ -194,20 +194,20 @@ class PrefillStage(Stage):
         """Whether this peer's next chunk was taken and another waits."""
         queue = self._lanes[peer].ready
         while queue:
-            chunk = queue[0]
-            if not self.machine.may_submit(chunk.transfer, chunk.sequence):  # T9
-                queue.popleft()
+            key, chunk = next(iter(queue.items()))
+            if not self.machine.may_submit(*key):  # T9
+                del queue[key]
                 continue
             try:
                 accepted = self.guard.submit(chunk)
             except KvbatonError as error:
-                queue.popleft()
+                del queue[key]
                 self._drop_chunk(chunk)
                 self._fail(chunk.transfer, error)
                 continue
             if not accepted:
                 return False
-            queue.popleft()
+            del queue[key]
             self._drop_chunk(chunk)
             self._run(self.machine.submitted(chunk.transfer, chunk.sequence))
             return bool(queue)
@@ -229,7 +229,7 @@ class PrefillStage(Stage):
                 self._compute(transfer, request, reservation, destination)
             case fx.Post(transfer, sequence):
                 state = self._transfers[transfer]
-                state.lane.ready.append(state.chunks[sequence])
+                state.lane.ready[transfer, sequence] = state.chunks[sequence]
             case fx.CancelChunks(transfer):
                 self._drop_chunks(transfer)
                 self.guard.cancel(transfer)
@@ -254,9 +254,13 @@ class PrefillStage(Stage):
         self._post_command(loop.Admit(Admission(transfer, request, reservation.valid)))
 
     def _drop_chunks(self, transfer: TransferId) -> None:
+        """Nothing of it is sent any more, nor kept: a frozen destination takes nothing from the head of its lane
+        (T12)."""
         state = self._transfers.get(transfer)
         if state is not None:
             state.lane.backlog -= sum(chunk.nbytes for chunk in state.chunks.values())
+            for sequence in state.chunks:
+                state.lane.ready.pop((transfer, sequence), None)
             state.chunks.clear()
 
     def _drop_lane(self, peer: PeerId) -> None:
@@ -281,4 +285,7 @@ class PrefillStage(Stage):
         return self.guard.outstanding() > 0
 
     def _settled(self) -> bool:
-        return not self.guard.outstanding()
+        return not self._exposed()
+
+    def _exposed(self) -> bool:
+        return self.guard.outstanding() > 0

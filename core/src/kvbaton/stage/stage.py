@@ -42,10 +42,15 @@ HANDLE_DONE = "handle_done"
 
 @dataclass(frozen=True, slots=True)
 class StageOutcome:
-    """How a stage ended: ``status`` 0 as ordered, 1 not; ``reason`` in words, naming what was still held."""
+    """How a stage ended: ``status`` 0 as ordered, 1 not; ``reason`` in words, naming what was still held.
+
+    ``exposed``: a transport, here or at a writer, may still touch the engine's memory.  Then nothing was deregistered,
+    and the memory must stay until the process has ended (C5.4, C6.4).
+    """
 
     status: int
     reason: str
+    exposed: bool = False
 
 
 class Stage(ABC):
@@ -206,6 +211,10 @@ class Stage(ABC):
     def _settled(self) -> bool:
         """Whether nothing of this role keeps the stage from ending."""
         return True
+
+    @abstractmethod
+    def _exposed(self) -> bool:
+        """Whether a transport, here or at a writer, may still touch memory of this stage."""
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -438,7 +447,7 @@ class Stage(ABC):
     def pump_failed(self, error: BaseException) -> None:
         """An exception escaped a pass: nothing can be proven any more, so the process must end and be joined."""
         _log.critical("%s: the pump failed", self.peer, exc_info=error)
-        self.outcome = StageOutcome(1, f"the pump failed: {type(error).__name__}: {error}")
+        self.outcome = StageOutcome(1, f"the pump failed: {type(error).__name__}: {error}", exposed=True)
         self._post_command(loop.Quit())
 
     def _end_if_done(self) -> None:
@@ -454,12 +463,13 @@ class Stage(ABC):
             held = ", ".join(f"{t} {p.name}" for t, p in self.machine.transfers().items()) or "releases by the engine"
             why = f"{why}; shutdown deadline of {self._shutdown_deadline:g} s passed, still held: {held}"
         status = 0 if drained and self._fatal is None else 1
-        if not self.guard.outstanding():
+        exposed = self._exposed()
+        if not exposed:
             try:
                 self.guard.close()
             except KvbatonError as error:
                 status, why = 1, f"{why}; closing the transport: {error}"
-        self.outcome = StageOutcome(status, why)
+        self.outcome = StageOutcome(status, why, exposed)
         self._post_command(loop.Quit())
 
 

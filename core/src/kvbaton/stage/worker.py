@@ -172,14 +172,18 @@ def join(
         prefill = PrefillStage(planner, backlog_bytes=settings.transfer.inflight_bytes, **common)
         stage, can_schedule = prefill, prefill.can_schedule
     else:
-        stage, can_schedule = DecodeStage(engine.geometry, **common), lambda transfer, tokens: True
+        decode = DecodeStage(engine.geometry, receipts_deadline=settings.deadline.receipts, **common)
+        stage, can_schedule = decode, lambda transfer, tokens: True
     loop = EngineLoop(engine, stage.report, can_schedule, clock)
     stage.engine_age = loop.age
     return stage, loop
 
 
 def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings) -> int:
-    """Run the engine on this thread and the pump on its own until the stage has ended."""
+    """Run the engine on this thread and the pump on its own until the stage has ended.
+
+    The engine is closed then, unless a transport may still touch its memory: that is left to the end of the process.
+    """
     pump = Pump(
         stage, name=f"kvbaton-pump-{stage.peer.name}", idle_min=settings.pump.idle_min,
         idle_max=settings.pump.idle_max, failed=stage.pump_failed,
@@ -190,7 +194,8 @@ def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings)
     finally:
         # the loop ends on the pump's word only; a hung pump is the launcher's to kill
         pump.join()
-        engine.close()
+        if stage.outcome is None or not stage.outcome.exposed:
+            engine.close()
     outcome = stage.outcome
     assert outcome is not None, "the pump ends with an outcome"
     _log.info("%s ended: %s", stage.peer, outcome.reason)
