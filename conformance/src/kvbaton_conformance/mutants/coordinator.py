@@ -174,7 +174,7 @@ guard(
 )  # fmt: skip
 guard(
     "C.fence-returns-credits", "a joined D's credits stay out", "C2.5 C6.4",
-    edit(C.peer_joined, "elif entry.d is found and entry.d_out:", "elif False:"),
+    edit(C.peer_joined, "            if entry.d_out:\n                self._d_over(entry)\n", ""),
 )  # fmt: skip
 guard(
     "C.stop-joins-senders", "receivers are stopped before every sender was joined", "C6.2",

@@ -183,7 +183,7 @@ class SendTo(Effect, frozen=True, gc=False):
 
 
 class Ask(Effect, frozen=True, gc=False):
-    """Ask ``peer`` whether it lives, by a generic call that disturbs nothing; its reply goes to ``coordinator.heard``."""
+    """Ask ``peer`` whether it lives, by a generic call that disturbs nothing; ``coordinator.heard`` of its reply."""
 
     peer: PeerId
 
