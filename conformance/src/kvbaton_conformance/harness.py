@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -36,6 +36,8 @@ from kvbaton.errors import KvbatonError, Outstanding
 from kvbaton.guard import Clock, GuardedConnector, GuardLimits, GuardProgress, PeerState
 from kvbaton.identity import PeerId, TransferId, new_transfer_id
 from kvbaton.segments import Segments
+from kvbaton_conformance.clauses import ClauseBroken, leading_clause
+from kvbaton_conformance.events import EventLog, looks_like
 from kvbaton_conformance.inspector import ByteInspector, Image
 from kvbaton_conformance.scripted_connector import ManualClock
 from kvbaton_conformance.witness import Testimony, Witness
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 #: Seconds that a condition may take to come true.  Far more than a healthy transport needs, far less than a test's
 #: own limit.
 PATIENCE = 10.0
+
+#: Seconds that ends get to drain when they are closed: what a test waited for is over by then.
+DRAIN = 1.0
 
 #: Bytes of each region of an end, by id, unless a test asks for others.
 REGIONS: Mapping[int, int] = {0: 1 << 16, 1: 1 << 14}
@@ -102,6 +107,8 @@ class End(abc.ABC):
         self.hung = False
         #: A test expects what its transport reports as faults.
         self.faults_expected = False
+        #: The last events, for whoever reads a failure.
+        self.log = EventLog()
 
     @abc.abstractmethod
     def hear(self) -> Heard:
@@ -134,6 +141,7 @@ class End(abc.ABC):
         """Drop the lists of what was heard: a loop that looks for growth must not find its own."""
         for heard in (self.completions, self.receipts, self.peers):
             heard.clear()
+        self.log.clear()
         self._forget_books()
 
     @abc.abstractmethod
@@ -145,6 +153,9 @@ class End(abc.ABC):
         """Whether it can be polled: not dead, not stopped, not closed."""
         return not (self.dead or self.hung)
 
+    def put_down(self) -> None:  # noqa: B027 - nothing, in this process
+        """End it for good, where it has a process of its own: killed and joined, it is ``dead``."""
+
     def pump(self) -> bool:
         """One ``poll()``; whether anything happened.  An end that is not awake does nothing."""
         if not self.awake:
@@ -155,6 +166,7 @@ class End(abc.ABC):
         self.peers += heard.peers
         self.faults += heard.faults
         self.broken += heard.broken
+        self.log.note(heard.completions, heard.receipts, heard.peers, heard.faults)
         return bool(heard)
 
     def problems(self) -> list[str]:
@@ -178,15 +190,19 @@ class End(abc.ABC):
         """Whether this end has heard that ``peer`` is down and quiet."""
         return any(event.peer == peer and not event.up and event.quiet for event in self.peers)
 
+    def story(self) -> str:
+        """What it has heard, without asking it."""
+        state = " was killed by the test," if self.dead else " was stopped by the test," if self.hung else ""
+        return f"{self.peer}{state} {self.log}"
+
     def __str__(self) -> str:
         if self.dead or self.hung:
-            return f"{self.peer}: {'killed' if self.dead else 'stopped'} by the test"
-        figures = {name: value for name, value in self.guard.statistics().items() if value}
-        return (
-            f"{self.peer}: {len(self.receipts)} receipts,"
-            f" completions {[(c.sequence, c.outcome.name) for c in self.completions][-20:]},"
-            f" peers {[(str(e.peer), 'up' if e.up else 'down') for e in self.peers]}, faults {self.faults}, {figures}"
-        )
+            return self.story()
+        try:
+            figures = {name: value for name, value in self.guard.statistics().items() if value}
+        except Exception as error:
+            return f"{self.story()}\n      it does not answer any more: {error}"
+        return f"{self.story()}\n      {figures}"
 
 
 class LocalEnd(End):
@@ -442,8 +458,10 @@ class Pair:
             if time.monotonic() > end:
                 # what a plugin did wrong beneath the guard is the cause, that nothing came is the consequence
                 causes = "".join(f"{problem}\n" for end in (self.source, self.target) for problem in end.problems())
+                hint = looks_like(self.source, self.target)
                 raise ConditionNotReached(
                     f"{causes}{what}: not reached within {bound:g} s.\n  {self.source}\n  {self.target}"
+                    + (f"\n  it looks like this: {hint}" if hint else "")
                 )
             if not self.pump():
                 awake = [end for end in self.order if end.awake]
@@ -514,15 +532,14 @@ def open_pair(
     """Two ends of one transport in this process, the source's memory filled, connected unless told otherwise.
 
     ``connector`` is an entry point's name, ``module:object`` or an instance; ``options`` a mapping or an instance of
-    its ``Options``; ``end_options`` go to :func:`open_end` for both ends.  On leaving, both ends are closed; an end
-    that cannot be, because chunks are outstanding, has its peers fenced first, which in one process is true: nobody
-    acts for them any more.
+    its ``Options``; ``end_options`` go to :func:`open_end` for both ends.  On leaving, both ends are closed, see
+    :func:`close_ends`.
     """
     from kvbaton.plugins import choose_connector
 
     plugin, valid = choose_connector(connector, Need("host", "same_process"), options)
     ends: list[LocalEnd] = []
-    try:
+    with closing(ends):
         for number, name in enumerate(names):
             ends.append(open_end(plugin, valid, PeerId.start(name), seed=number, **end_options))
         pair = Pair(ends[0], ends[1])
@@ -530,25 +547,155 @@ def open_pair(
         if connect:
             pair.connect()
         yield pair
-    finally:
-        close_ends(ends)
 
 
-def close_ends(ends: Sequence[End]) -> None:
-    """Close every end that is open and alive, draining first, within :data:`PATIENCE`."""
-    ends = [end for end in ends if not (end.dead or end.guard.closed)]
-    for end in ends:
-        for peer in end.guard.peer_states():
-            end.guard.fenced(peer)
-            end.guard.disconnect(peer)
-    deadline = time.monotonic() + PATIENCE
-    for end in ends:
-        while True:
-            try:
-                end.guard.close()
-                break
-            except Outstanding:
-                if time.monotonic() > deadline:
-                    raise
+@contextmanager
+def closing(ends: Sequence[End]) -> Iterator[None]:
+    """Close what is in ``ends`` on leaving.  Where the body has failed, what closing finds is a note to that."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            close_ends(ends)
+        except ClauseBroken as further:
+            error.add_note(f"and then: {further}")
+        raise
+    close_ends(ends)
+
+
+def drain_ends(ends: Sequence[End], bound: float | None = None) -> list[str]:
+    """Poll all of them until every accepted chunk has had a completion (T5).
+
+    What has none after ``bound`` seconds (:data:`PATIENCE`), although both of its ends live and are polled, in words.
+    An end that does not answer is left to :func:`close_ends`.
+    """
+    deadline = time.monotonic() + (PATIENCE if bound is None else bound)
+    awake = [end for end in ends if end.awake]
+    while True:
+        try:
+            owing = [end for end in awake if end.guard.outstanding()]
+            silent = {end: testimony.accepted - testimony.completed for end in owing for testimony in [end.testimony()]}
+            silent = {end: chunks for end, chunks in silent.items() if chunks}
+            if not silent:
+                return []
+            if time.monotonic() > deadline:
+                return [
+                    f"T5: {len(chunks)} chunks that {end.peer} has accepted have had no completion, although both ends"
+                    f" live and are polled, among them"
+                    f" {', '.join(sorted(f'({transfer[:8]}, {sequence})' for transfer, sequence in chunks)[:3])}\n"
+                    f"  {end.story()}"
+                    for end, chunks in silent.items()
+                ]
+            for end in awake:
                 end.pump()
-                end.guard.wait(0.001)
+            awake[-1].guard.wait(0.001)
+        except Exception:
+            return []
+
+
+def close_ends(ends: Sequence[End], gone: Collection[PeerId] = ()) -> None:
+    """Close every end that is open and alive, whatever becomes of the others.
+
+    They disconnect from each other and are polled for :data:`DRAIN` seconds.  Nothing is said to be fenced that may
+    still act (C6.4): only peers in ``gone``, ends that are dead, and ends that were closed before.  So an end with
+    chunks that do not drain is closed last; a peer that has a process of its own is killed and joined for it.
+
+    Raises :class:`~kvbaton_conformance.clauses.ClauseBroken` with everything that could not be closed.
+    """
+    closing = _Closing(ends, gone)
+    closing.run()
+    raise_all(closing.problems)
+
+
+class _Closing:
+    """One run of :func:`close_ends`."""
+
+    def __init__(self, ends: Sequence[End], gone: Collection[PeerId]) -> None:
+        self.problems: list[str] = []
+        self._gone = {*gone, *(end.peer for end in ends if end.dead)}
+        self._open: list[End] = []
+        self._closed: list[End] = []
+        for end in ends:
+            with self._at(end):
+                if end.dead or end.hung:
+                    continue
+                if end.guard.closed:
+                    self._gone.add(end.peer)
+                else:
+                    self._open.append(end)
+
+    def run(self) -> None:
+        for end in tuple(self._open):
+            with self._at(end):
+                self._fence(end)
+                for peer in end.guard.peer_states():
+                    end.guard.disconnect(peer)
+        self._drain_and_close(time.monotonic() + DRAIN)
+        if not self._open:
+            return
+        # what is left waits for somebody who does not answer it: those that are closed already end for good
+        for end in self._closed:
+            with self._at(end):
+                end.put_down()
+                self._gone.add(end.peer)
+        for end in tuple(self._open):
+            with self._at(end):
+                self._fence(end)
+        self._drain_and_close(time.monotonic() + PATIENCE)
+        for end in tuple(self._open):
+            with self._at(end):
+                end.guard.close()  # it raises
+
+    def _fence(self, end: End) -> None:
+        for peer in end.guard.peer_states():
+            if peer in self._gone:
+                end.guard.fenced(peer)
+
+    def _drain_and_close(self, deadline: float) -> None:
+        """Close each as soon as nothing of it is outstanding; an end with nothing under way stays until all are."""
+        while True:
+            waiting = []
+            for end in tuple(self._open):
+                with self._at(end):
+                    if end.guard.outstanding():
+                        waiting.append(end)
+            late = time.monotonic() > deadline
+            if not waiting or late:
+                self._close_what_can_be()
+                if late or not self._open:
+                    return
+            for end in tuple(self._open):
+                with self._at(end):
+                    end.pump()
+                    end.guard.wait(0.001)
+
+    def _close_what_can_be(self) -> None:
+        for end in tuple(self._open):
+            with self._at(end):
+                with suppress(Outstanding):
+                    end.guard.close()
+                    self._open.remove(end)
+                    self._closed.append(end)
+
+    @contextmanager
+    def _at(self, end: End) -> Iterator[None]:
+        """What goes wrong at one end keeps no other from being closed."""
+        try:
+            yield
+        except Exception as error:
+            text = str(error)
+            clause = leading_clause(text) or "T10"
+            self.problems.append(f"{clause}: {end.peer} could not be closed: {text.removeprefix(f'{clause}: ')}")
+            if end in self._open:
+                self._open.remove(end)
+            end.put_down()
+            if end.dead:
+                self._gone.add(end.peer)
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """Raise the first problem, whose text begins with its clause, with the others in the same message."""
+    if problems:
+        clause, _, first = problems[0].partition(": ")
+        others = [f"and: {other}" for other in dict.fromkeys(problems[1:]) if other != problems[0]]
+        raise ClauseBroken(clause, "\n".join([first, *others]))

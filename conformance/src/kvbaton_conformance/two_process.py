@@ -29,7 +29,7 @@ from kvbaton.guard import PeerState
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
 from kvbaton_conformance.clauses import ClauseBroken
-from kvbaton_conformance.harness import PATIENCE, End, Heard, Pair
+from kvbaton_conformance.harness import PATIENCE, End, Heard, Pair, closing
 from kvbaton_conformance.inspector import Image
 from kvbaton_conformance.leaks import disown, own
 from kvbaton_conformance.subject import Subject
@@ -65,6 +65,8 @@ class PeerProcess:
             )  # fmt: skip
         self._pipe = Connection(ours.detach())
         self._pipe.send([entry or str(Path.cwd()) for entry in sys.path])
+        #: What it was made ready for.
+        self.kind = kind
         self._ready = False
         self._warming = kind != "host"
         if self._warming:
@@ -206,12 +208,14 @@ class Processes:
 
     def prepare(self, count: int, kind: MemoryKind = "host") -> None:
         """Start processes ahead, so that they start together; spare ones for ends on a device, which take seconds."""
-        while len(self._idle) < count + (0 if kind == "host" else _SPARE):
+        ready = sum(process.kind == kind for process in self._idle)
+        for _ in range(count + (0 if kind == "host" else _SPARE) - ready):
             self._idle.append(PeerProcess(kind))
 
     def take(self, kind: MemoryKind = "host") -> PeerProcess:
-        while self._idle:
-            process = self._idle.pop(0)
+        """One that was made ready for this kind of memory."""
+        for process in [process for process in self._idle if process.kind == kind]:
+            self._idle.remove(process)
             if process.alive:
                 return process
             process.kill()
@@ -383,6 +387,9 @@ class RemoteEnd(End):
         self.process.kill()
         self.dead = True
 
+    def put_down(self) -> None:
+        self.kill()
+
     def hang(self) -> None:
         """SIGSTOP."""
         self.process.hang()
@@ -421,12 +428,12 @@ def remote_pair(
         for seed, name in enumerate(names)
     ]
     try:
-        pair = Pair(ends[0], ends[1])
-        pair.source.memory.fill()
-        pair.connect()
-        yield pair
+        with closing(ends):
+            pair = Pair(ends[0], ends[1])
+            pair.source.memory.fill()
+            pair.connect()
+            yield pair
     finally:
         for end in ends:
             if not end.dead:
-                end.process.call("close")
                 processes.give_back(end.process)

@@ -9,7 +9,7 @@ from kvbaton.errors import Outstanding
 from kvbaton.identity import PeerId
 from kvbaton_conformance import shared_memory
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause, require
-from kvbaton_conformance.harness import LocalEnd, Pair
+from kvbaton_conformance.harness import LocalEnd, Pair, close_ends
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Mode, Subject
 from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
@@ -137,8 +137,7 @@ def _exits_of_two(ends: Ends, subject: Subject, closes: str) -> list[str]:
         sent = pair.send(pair.rows((0, 0, 64)), pair.rows((1, 0, 64)))
         pair.pump_until(lambda: sent.received and sent.done, "T5: one chunk is received and done")
         if closes == "closed":
-            for end in opened:
-                end.process.call("close")
+            close_ends(opened)
     except BaseException:
         for end in opened:
             end.process.kill()

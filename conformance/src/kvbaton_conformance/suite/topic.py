@@ -33,7 +33,18 @@ import pytest
 from kvbaton.connector import MemoryKind
 from kvbaton.identity import PeerId
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause
-from kvbaton_conformance.harness import REGIONS, End, LocalEnd, Pace, Pair, close_ends, open_end, steady
+from kvbaton_conformance.harness import (
+    REGIONS,
+    End,
+    LocalEnd,
+    Pace,
+    Pair,
+    close_ends,
+    drain_ends,
+    open_end,
+    raise_all,
+    steady,
+)
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Mode, Reference, Subject, SubjectRefused, resolve
 from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
@@ -203,70 +214,86 @@ class Ends:
         else:
             end.guard.close()
 
+    @property
+    def opened(self) -> Sequence[End]:
+        """Those that are to be closed, in the order in which they were opened."""
+        return tuple(self._ends)
+
     def done(self, end: End) -> None:
         """Close one end before the test is over, as :meth:`close` does it."""
         self._ends.remove(end)
-        problems = end.problems() + self._close(end)
-        _raise_first(problems)
+        raise_all(self._heard_of(end) + self._close([end]))
 
-    def close(self) -> None:
-        """As at the end of every test: resume what was stopped, look at what each plugin did, close.
+    def close(self, *, failed: bool = False) -> None:
+        """As at the end of every test: resume what was stopped, look at what each plugin did, drain, close all.
 
-        Raises :class:`~kvbaton_conformance.clauses.ClauseBroken` for the first thing that is wrong.
+        What is wrong at one end keeps no other from being closed.  ``failed``: the test has found something already, so
+        that nobody waits for chunks that may never end.
+
+        Raises :class:`~kvbaton_conformance.clauses.ClauseBroken` with everything that is wrong.
         """
-        problems: list[str] = []
-        for end in self._ends:
+        ends = tuple(self._ends)
+        self._ends.clear()
+        for end in ends:
             if isinstance(end, RemoteEnd) and end.hung:
                 end.resume()
-        submitted = {key for end in self._ends if not end.dead for key in end.testimony().accepted}
-        everybody_lives = not any(end.dead for end in self._ends)
-        for end in self._ends:
-            problems += end.problems()
-            if everybody_lives:
-                problems += [
-                    f"T3: {end.peer} got a receipt for chunk {receipt.sequence} of transfer {receipt.transfer}, which"
-                    " nobody has submitted"
-                    for receipt in end.receipts
-                    if (receipt.transfer, receipt.sequence) not in submitted
-                ]
-        for end in self._ends:
-            problems += self._close(end)
-        self._ends.clear()
-        _raise_first(problems)
+        problems = [problem for end in ends for problem in self._heard_of(end)]
+        problems += self._receipts_for_nothing(ends)
+        if not failed:
+            problems += drain_ends(ends)
+        raise_all(problems + self._close(ends))
 
-    def _close(self, end: End) -> list[str]:
-        if isinstance(end, RemoteEnd):
-            if end.dead:
-                return []
-            if not end.process.alive:
-                return [f"T7: the process of {end.peer} died"]
-            try:
-                end.process.call("close")
-                problems = self._unbalanced(end)
-            except Exception as error:
-                end.process.kill()
-                return [_clause_first("T10", f"{end.peer} could not be closed: {error}")]
-            return problems + self.processes.give_back(end.process)
+    def _heard_of(self, end: End) -> list[str]:
+        """What is wrong at an end, or that it cannot be asked any more: then its process is joined."""
+        if isinstance(end, RemoteEnd) and not end.dead and not end.process.alive:
+            end.kill()
+            return [f"T7: the process of {end.peer} died", *end.problems()]
         try:
-            close_ends([end])
+            return end.problems()
         except Exception as error:
-            return [_clause_first("T10", f"{end.peer} could not be closed: {error}")]
-        problems = self._unbalanced(end)
-        if isinstance(end, LocalEnd):
-            end.let_go()
+            end.put_down()
+            return [_clause_first("T7", f"{end.peer} does not answer: {error}")]
+
+    def _receipts_for_nothing(self, ends: Sequence[End]) -> list[str]:
+        if any(end.dead for end in ends):
+            return []  # nobody knows what it had submitted
+        try:
+            submitted = {key for end in ends for key in end.testimony().accepted}
+        except Exception:
+            return []  # closing it will say why
+        return [
+            f"T3: {end.peer} got a receipt for chunk {receipt.sequence} of transfer {receipt.transfer}, which nobody"
+            " has submitted"
+            for end in ends
+            for receipt in end.receipts
+            if (receipt.transfer, receipt.sequence) not in submitted
+        ]
+
+    def _close(self, ends: Sequence[End]) -> list[str]:
+        """What is wrong with how they could be closed, and with what is left of them."""
+        problems: list[str] = []
+        try:
+            close_ends(ends)
+        except ClauseBroken as error:
+            problems.append(str(error))
+        for end in ends:
+            if end.dead:
+                continue
+            try:
+                problems += self._unbalanced(end)
+                if isinstance(end, RemoteEnd):
+                    problems += self.processes.give_back(end.process)
+            except Exception as error:
+                end.put_down()
+                problems.append(_clause_first("T10", f"{end.peer} could not be seen off: {error}"))
+            if isinstance(end, LocalEnd):
+                end.let_go()
         return problems
 
     def _unbalanced(self, end: End) -> list[str]:
         figures = end.guard.statistics()
         held = {name: figures[name] for name in ("inflight_bytes", "inflight_chunks", "quarantined_bytes")}
         return [f"T6: {end.peer} is closed and its budget has not come back: {held}"] if any(held.values()) else []
-
-
-def _raise_first(problems: Sequence[str]) -> None:
-    if problems:
-        clause, _, first = problems[0].partition(": ")
-        others = [f"and: {other}" for other in dict.fromkeys(problems[1:]) if other != problems[0]]
-        raise ClauseBroken(clause, "\n".join([first, *others]))
 
 
 def _clause_first(clause: str, text: str) -> str:
@@ -285,11 +312,12 @@ class ConnectorTopic(ConnectorSubject):
 
         ends = Ends(subject, mode, processes_of(request.config))
         yield ends
+        failed = has_failed(request.node)
         try:
-            ends.close()
+            ends.close(failed=failed)
         except Exception:
             # what the test itself has found is the cause
-            if not has_failed(request.node):
+            if not failed:
                 raise
 
     @pytest.fixture
