@@ -1,4 +1,6 @@
-"""Segments as addresses: the same bytes in the same pairing, in fewer rows."""
+"""Segments as addresses, and as the tables that notes carry."""
+
+import struct
 
 import numpy as np
 import pytest
@@ -8,55 +10,87 @@ from hypothesis import strategies as st
 from kvbaton.connector import MemoryRegion
 from kvbaton.errors import SegmentError
 from kvbaton.segments import Segments
-from kvbaton_nixl.descriptors import AddressBook, merge
+from kvbaton_nixl.descriptors import AddressBook, decode_table, encode_table
 
-
-def pairing(source, target):
-    """Which byte goes where, one by one, in order."""
-    pairs = []
-    for (from_, length, device), (to, same, there) in zip(source.tolist(), target.tolist(), strict=True):
-        assert length == same
-        pairs += [((device, from_ + at), (there, to + at)) for at in range(length)]
-    return pairs
+REGIONS = st.one_of(st.just(3), st.integers(-(1 << 31), (1 << 31) - 1))
+LENGTHS = st.one_of(st.integers(1, 1 << 20), st.integers(1, (1 << 63) - 1))
+OFFSETS = st.one_of(
+    st.integers(0, 1 << 20), st.integers(0, 1 << 24).map(lambda at: at << 12), st.integers(0, 1 << 63 - 1)
+)
 
 
 @st.composite
-def rows(draw):
-    """Two lists that pair up, with neighbours that follow each other on one side, on both, or across devices."""
-    source, target = [], []
-    for _ in range(draw(st.integers(0, 12))):
-        length = draw(st.integers(1, 5))
-        for side in (source, target):
-            if side and draw(st.booleans()):
-                last = side[-1]
-                side.append((last[0] + last[1], length, draw(st.sampled_from([last[2], 0, 1]))))
-            else:
-                side.append((draw(st.integers(0, 60)), length, draw(st.integers(0, 1))))
-    return [np.array(side, np.uint64).reshape(-1, 3) for side in (source, target)]
+def lists(draw):
+    """Segment lists: of equal lengths or not, in one region or several, on a grid or anywhere."""
+    count = draw(st.integers(0, 12))
+    region, length = draw(REGIONS), draw(LENGTHS)
+    return Segments.of(
+        [
+            (
+                region if draw(st.integers(0, 3)) else draw(REGIONS),
+                min(draw(OFFSETS), (1 << 63) - 1),
+                length if draw(st.integers(0, 5)) else draw(LENGTHS),
+            )
+            for _ in range(count)
+        ]
+    )
 
 
-@pytest.mark.clause("C3.2", "C3.6")
-@settings(max_examples=400)
-@given(rows())
-def test_merging_moves_the_same_bytes_to_the_same_places(lists):
-    source, target = lists
-    before = pairing(source, target)
-    fewer, there = merge(source, target)
-    assert pairing(fewer, there) == before
-    assert len(fewer) <= len(source)
-    for one, other in zip(fewer[:-1].tolist(), fewer[1:].tolist(), strict=True):
-        if one[0] + one[1] == other[0] and one[2] == other[2]:  # then they do not follow each other at the target
-            at = fewer.tolist().index(one)
-            left, right = there[at].tolist(), there[at + 1].tolist()
-            if fewer.tolist().count(one) == 1:
-                assert left[0] + left[1] != right[0] or left[2] != right[2]
+@pytest.mark.clause("C9.3")
+@settings(max_examples=500)
+@given(lists())
+def test_a_table_says_what_the_segments_say(segments):
+    assert decode_table(encode_table(segments)) == segments
 
 
-def test_a_whole_region_in_pages_is_one_row():
-    book = AddressBook.of([MemoryRegion(3, "host", 0, 4096, 1 << 20)])
-    pages = Segments(np.full(256, 3), np.arange(256) * 4096, np.full(256, 4096))
-    fewer, there = merge(book.rows(pages), book.rows(pages))
-    assert fewer.tolist() == there.tolist() == [[4096, 1 << 20, 0]]
+def test_a_segment_of_a_paged_cache_costs_four_bytes():
+    pages = Segments(
+        np.zeros(4096, np.int32), np.random.default_rng(1).permutation(1 << 20)[:4096] << 14, [1 << 14] * 4096
+    )
+    table = encode_table(pages)
+    assert len(table) < 4 * 4096 + 32
+    assert decode_table(table) == pages
+
+
+@pytest.mark.clause("C9.3")
+@settings(max_examples=500)
+@given(lists(), st.data())
+def test_a_table_that_was_tampered_with_is_refused_or_a_list_no_longer_than_its_bytes(segments, data):
+    table = bytearray(encode_table(segments))
+    for _ in range(data.draw(st.integers(0, 3))):
+        table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(table[: data.draw(st.integers(0, len(table)))]) if data.draw(st.booleans()) else bytes(table)
+    try:
+        said = decode_table(cut)
+    except SegmentError:
+        return
+    assert 4 * len(said) <= len(cut)
+    assert (said.length > 0).all()
+    assert (said.offset >= 0).all()
+
+
+@pytest.mark.clause("C9.3")
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"",
+        b"\x01" * 11,
+        struct.pack("<BBHQiI", 1, 0, 1, 8, 0, 1),
+        struct.pack("<BBHQiII", 1, 0, 1, 8, 0, 2, 5),
+        struct.pack("<BBHQiII", 1, 0, 1, 8, 0, (1 << 32) - 1, 5),
+        struct.pack("<BBHQiII", 1, 0, 0, 8, 0, 1, 5),
+        struct.pack("<BBHQiII", 1, 32, 1, 8, 0, 1, 5),
+        struct.pack("<BBHQiII", 1, 0, 1, 1 << 63, 0, 1, 5),
+        struct.pack("<BBHQiII", 2, 0, 1, 8, 0, 1, 5),
+        struct.pack("<BBHQiII", 1, 0, 1, 0, 0, 1, 5),
+        struct.pack("<BBHQiIII", 1, 0, 1, 0, 0, 1, 5, 0),
+        struct.pack("<BBHQ", 0, 1, 0, 0),
+        struct.pack("<BBHQ19s", 0, 0, 0, 0, b""),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(table):
+    with pytest.raises(SegmentError):
+        decode_table(table)
 
 
 @pytest.mark.clause("C3.6")
@@ -77,9 +111,12 @@ def test_rows_are_where_the_regions_are(data):
     assert rows.tolist() == [
         [known[id].address + offset, length, known[id].device] for id, offset, length in picked
     ]  # fmt: skip
+    assert AddressBook.of(regions).addresses(Segments.of(picked)).tolist() == [row[0] for row in rows.tolist()]
     stranger = max(ids) + 1
     with pytest.raises(SegmentError, match=rf"\[{stranger}\] were not registered"):
         AddressBook.of(regions).rows(Segments.of([*picked, (stranger, 0, 1)]))
+    with pytest.raises(SegmentError, match="not registered"):
+        AddressBook.of(regions).require(Segments.of([(stranger, 0, 1)]))
 
 
 @pytest.mark.clause("C3.6", "T1")

@@ -16,6 +16,7 @@ from kvbaton.connector import Chunk, MemoryRegion
 from kvbaton.errors import ProtocolViolation
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments
+from kvbaton_nixl.descriptors import encode_table
 from kvbaton_nixl.packing import Landing, Packer, Part, Unpacker
 from kvbaton_nixl.staging import HostMover, Slots
 from kvbaton_nixl.words import MAX_SEGMENTS
@@ -186,15 +187,15 @@ HEAD = struct.Struct("<IIIIQ")
     [
         b"",
         HEAD.pack(0, 1, 0, 1, 40),
-        HEAD.pack(0, 1, 9, 1, 40) + Segments([0], [0], [40]).to_bytes(),
-        HEAD.pack(1, 1, 0, 1, 40) + Segments([0], [0], [40]).to_bytes(),
-        HEAD.pack(0, 1, 0, 1, 41) + Segments([0], [0], [40]).to_bytes(),
-        HEAD.pack(0, 1, 0, 2, 40) + Segments([0], [0], [40]).to_bytes(),
-        HEAD.pack(0, 1, 0, 1, 400) + Segments([0], [0], [400]).to_bytes(),
-        HEAD.pack(0, 1, 0, 1, 40) + Segments([0], [NBYTES], [40]).to_bytes(),
-        HEAD.pack(0, 1, 0, 1, 40) + Segments([7], [0], [40]).to_bytes(),
+        HEAD.pack(0, 1, 9, 1, 40) + encode_table(Segments([0], [0], [40])),
+        HEAD.pack(1, 1, 0, 1, 40) + encode_table(Segments([0], [0], [40])),
+        HEAD.pack(0, 1, 0, 1, 41) + encode_table(Segments([0], [0], [40])),
+        HEAD.pack(0, 1, 0, 2, 40) + encode_table(Segments([0], [0], [40])),
+        HEAD.pack(0, 1, 0, 1, 400) + encode_table(Segments([0], [0], [400])),
+        HEAD.pack(0, 1, 0, 1, 40) + encode_table(Segments([0], [NBYTES], [40])),
+        HEAD.pack(0, 1, 0, 1, 40) + encode_table(Segments([7], [0], [40])),
         HEAD.pack(0, 1, 0, 0, 0),
-        HEAD.pack(0, MAX_SEGMENTS + 1, 0, 1, 40) + Segments([0], [0], [40]).to_bytes(),
+        HEAD.pack(0, MAX_SEGMENTS + 1, 0, 1, 40) + encode_table(Segments([0], [0], [40])),
     ],
     ids=[
         "empty",
@@ -236,7 +237,7 @@ def test_a_landing_that_was_never_sent_is_a_violation() -> None:
 
 def first_of_two(slot: int) -> bytes:
     """The note of a part behind which another would come."""
-    return HEAD.pack(0, 2, slot, 1, 40) + Segments([0], [0], [40]).to_bytes()
+    return HEAD.pack(0, 2, slot, 1, 40) + encode_table(Segments([0], [0], [40]))
 
 
 @pytest.mark.clause("T12", "C9.3")

@@ -1,10 +1,13 @@
-"""Segments as NIXL's descriptors: rows ``(address, length, device)``, uint64, made and merged without a Python loop."""
+"""Segments as NIXL's descriptors, rows ``(address, length, device)`` of uint64; and as tables, which notes carry.
+
+Both without a Python loop: a chunk may have many thousand segments, and each call here is paid for every chunk.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,8 @@ from kvbaton.segments import Segments
 from kvbaton_nixl.words import Region
 
 Rows = npt.NDArray[np.uint64]
+
+Offsets = npt.NDArray[np.int64]
 
 #: NIXL's words for memory.
 SPACES: dict[MemoryKind, str] = {"host": "DRAM", "cuda": "VRAM"}
@@ -48,35 +53,109 @@ class AddressBook:
             np.array([region.device for region in ordered], np.uint64),
         )
 
-    def rows(self, segments: Segments) -> Rows:
-        """One row per segment.  Raises :class:`~kvbaton.errors.SegmentError` for a region that is not in the book."""
+    def require(self, segments: Segments) -> None:
+        """Raise :class:`~kvbaton.errors.SegmentError` for a region that is not in the book."""
+        self._at(segments)
+
+    def _at(self, segments: Segments) -> npt.NDArray[np.intp] | int:
+        """Where each segment's region stands in the book; one number where it is the same for all."""
         if not len(self.ids):
             raise SegmentError("C3.6: the peer has no regions")
+        region = one_region(segments)
+        if region is not None:
+            place = int(np.searchsorted(self.ids, region))
+            if place < len(self.ids) and self.ids[place] == region:
+                return place
         at = np.minimum(np.searchsorted(self.ids, segments.region), len(self.ids) - 1)
         if (self.ids[at] != segments.region).any():
             unknown = sorted(set(segments.region.tolist()) - set(self.ids.tolist()))
             raise SegmentError(f"C3.6: regions {unknown} were not registered")
+        return at
+
+    def rows(self, segments: Segments) -> Rows:
+        """One row per segment.  Raises :class:`~kvbaton.errors.SegmentError` for a region that is not in the book."""
+        at = self._at(segments)
         rows = np.empty((len(segments), 3), np.uint64)
-        rows[:, 0] = self.bases[at] + segments.offset.astype(np.uint64)
+        np.add(segments.offset.view(np.uint64), self.bases[at], out=rows[:, 0])
         rows[:, 1] = segments.length
         rows[:, 2] = self.devices[at]
         return rows
 
+    def addresses(self, segments: Segments) -> Offsets:
+        """Where each segment begins.  Raises as :meth:`rows` does."""
+        return segments.offset + self.bases[self._at(segments)].astype(np.int64)
 
-def merge(source: Rows, target: Rows) -> tuple[Rows, Rows]:
-    """The same bytes in fewer rows: neighbours that follow each other on both sides become one."""
-    if len(source) < 2:
-        return source, target
-    follows = np.ones(len(source) - 1, bool)
-    for rows in (source, target):
-        follows &= (rows[:-1, 0] + rows[:-1, 1] == rows[1:, 0]) & (rows[:-1, 2] == rows[1:, 2])
-    if not follows.any():
-        return source, target
-    first = np.flatnonzero(np.concatenate([[True], ~follows]))
-    lengths = np.add.reduceat(source[:, 1], first)
-    merged: list[Any] = []
-    for rows in (source, target):
-        fewer = rows[first]
-        fewer[:, 1] = lengths
-        merged.append(fewer)
-    return merged[0], merged[1]
+
+def one_region(segments: Segments) -> int | None:
+    """The region that all segments are in, if it is one."""
+    region = segments.region
+    if not len(region):
+        return None
+    first = region[0]
+    return int(first) if bool((region == first).all()) else None
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+#: How a table begins: its form; the bits by which offsets are shifted; the number of runs; the length of all segments,
+#: 0 where a column of lengths follows.
+_HEAD = struct.Struct("<BBHQ")
+#: Three columns, as :meth:`~kvbaton.segments.Segments.to_bytes` makes them: what does not fit the other form.
+_PLAIN = 0
+#: Runs ``(region, count)`` of segments of one region; offsets in units of the largest power of two that divides all;
+#: lengths.  Four bytes each, so that a segment of a paged cache costs four.
+_UNITS = 1
+_RUN = np.dtype([("region", "<i4"), ("count", "<u4")])
+_WORD = 1 << 32
+
+
+def encode_table(segments: Segments) -> bytes:
+    """Segments as bytes, in as few as they allow."""
+    if not len(segments):
+        return _HEAD.pack(_PLAIN, 0, 0, 0)
+    offset, length = segments.offset, segments.length
+    every = int(np.bitwise_or.reduce(offset))
+    shift = (every & -every).bit_length() - 1 if every else 0
+    changes = np.flatnonzero(segments.region[1:] != segments.region[:-1]) + 1
+    same = bool((length == length[0]).all())
+    longest = int(length[0]) if same else int(length.max())
+    if len(changes) >= (1 << 16) - 1 or every >> shift >= _WORD or (longest >= _WORD and not same):
+        return _HEAD.pack(_PLAIN, 0, 0, 0) + segments.to_bytes()
+    runs = np.empty(len(changes) + 1, _RUN)
+    first = np.concatenate(([0], changes, [len(segments)]))
+    runs["region"] = segments.region[first[:-1]]
+    runs["count"] = np.diff(first)
+    columns = [runs.tobytes(), (offset >> shift).astype("<u4").tobytes()]
+    if not same:
+        columns.append(length.astype("<u4").tobytes())
+    return _HEAD.pack(_UNITS, shift, len(runs), longest if same else 0) + b"".join(columns)
+
+
+def decode_table(data: bytes | memoryview) -> Segments:
+    """From :func:`encode_table`.  Raises :class:`~kvbaton.errors.SegmentError` for anything else (C9.3).
+
+    Whatever the bytes say, the segments are no more than a quarter as many as there are bytes.
+    """
+    view = memoryview(data)
+    if len(view) < _HEAD.size:
+        raise SegmentError(f"C9.3: {len(view)} bytes are no table of segments: its head has {_HEAD.size}")
+    form, shift, runs, length = _HEAD.unpack_from(view)
+    rest = view[_HEAD.size :]
+    if form == _PLAIN and not (shift or runs or length):
+        return Segments.from_bytes(rest)
+    count, odd = divmod(len(rest) - runs * _RUN.itemsize, 4 if length else 8)
+    if form != _UNITS or shift > 31 or length >> 63 or runs < 1 or count < 1 or odd:
+        raise SegmentError(f"C9.3: a table of form {form} with {runs} runs, shift {shift}, in {len(view)} bytes")
+    table = np.frombuffer(rest, _RUN, runs)
+    if int(table["count"].sum(dtype=np.int64)) != count:
+        raise SegmentError(f"C9.3: a table of {count} segments whose runs have another number")
+    units = np.frombuffer(rest, "<u4", count, runs * _RUN.itemsize)
+    if runs == 1:
+        region = np.full(count, table["region"][0], np.int32)
+    else:
+        region = np.repeat(table["region"].astype(np.int32), table["count"])
+    if length:
+        lengths = np.full(count, length, np.int64)
+    else:
+        lengths = np.frombuffer(rest, "<u4", count, runs * _RUN.itemsize + 4 * count).astype(np.int64)
+    return Segments(region, units.astype(np.int64) << shift, lengths)

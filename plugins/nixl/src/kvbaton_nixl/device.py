@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import triton.language as tl
 
 from kvbaton.connector import MemoryRegion
 from kvbaton.segments import Segments
+from kvbaton_nixl.descriptors import AddressBook
 
 if TYPE_CHECKING:
     from kvbaton_nixl.staging import Slots
@@ -29,19 +29,24 @@ _SPLIT = 64
 
 
 # not a kernel for every count and place: what prepare() compiles is all that there is
-@triton.jit(do_not_specialize=["count", "base"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["count", "base", "each"])  # type: ignore[untyped-decorator,unused-ignore]
 def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads this, Python does not run it
-    table, count, base, wide: tl.constexpr, gather: tl.constexpr, block: tl.constexpr
+    table, count, base, each, equal: tl.constexpr, wide: tl.constexpr, gather: tl.constexpr, block: tl.constexpr
 ):
-    """``table``: int64, three columns of ``count``: address, place in the slot, length; bytes."""
+    """``table``: int64, a column of ``count`` addresses, and unless all lengths are ``each`` two more: place in the
+    slot, length; bytes."""
     row = tl.program_id(0)
     address = tl.load(table + row)
-    place = base + tl.load(table + count + row)
-    length = tl.load(table + 2 * count + row)
+    if equal:
+        length = each
+        place = base + row.to(tl.int64) * each
+    else:
+        place = base + tl.load(table + count + row)
+        length = tl.load(table + 2 * count + row)
     if wide:
         address = tl.multiple_of(address, 16)
         place = tl.multiple_of(place, 16)
-        length = length // 8
+        length = tl.multiple_of(length // 8, 2)
         outside = address.to(tl.pointer_type(tl.int64))
         inside = place.to(tl.pointer_type(tl.int64))
     else:
@@ -55,42 +60,49 @@ def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads 
             tl.store(outside + at, tl.load(inside + at, mask=at < length), mask=at < length)
 
 
-def launch(table: Any, count: int, base: int, longest: int, *, wide: bool, gather: bool) -> None:
+def launch(table: Any, count: int, base: int, each: int, longest: int, *, wide: bool, gather: bool) -> None:
     """Start the kernel on the current stream.
 
-    ``table`` is an int64 tensor of shape ``[3, count]`` on the device, ``base`` the slot's address, ``longest`` the
-    length of the longest segment in bytes.
+    ``table`` is an int64 tensor on the device: ``count`` addresses, and where ``each`` is 0 as many places and lengths;
+    ``base`` is the slot's address, ``each`` the length of all segments, ``longest`` that of the longest; bytes.
     """
     per_program = _BLOCK * (8 if wide else 1)
     split = max(1, min(_SPLIT, -(-longest // per_program)))
-    _move[count, split](table, count, base, wide=wide, gather=gather, block=_BLOCK)
+    _move[count, split](table, count, base, each, equal=each > 0, wide=wide, gather=gather, block=_BLOCK)
 
 
 @functools.cache
 def prepare(device: int) -> None:
     """Compile the kernels for a CUDA device, once: it takes seconds, and no call of a connector may."""
     with torch.cuda.device(device):
-        table = torch.zeros((3, 1), dtype=torch.int64, device="cuda")
+        table = torch.zeros((3,), dtype=torch.int64, device="cuda")
         slot = torch.zeros((16,), dtype=torch.uint8, device="cuda")
-        for wide in (True, False):
-            for gathers in (True, False):
-                launch(table, 1, slot.data_ptr(), 0, wide=wide, gather=gathers)
+        table[0] = slot.data_ptr()
+        for each in (16, 0):
+            for wide in (True, False):
+                for gathers in (True, False):
+                    launch(table, 1, slot.data_ptr(), each, 0, wide=wide, gather=gathers)
         torch.cuda.synchronize()
 
 
-@dataclass(eq=False)
 class _Table:
-    """One slot's table, here and on the device.  Free again when its slot is."""
+    """One slot's table, here and on the device, and the event of the copy that it is for.  Free again when its slot is.
 
-    pinned: Any
-    device: Any
+    The copy to the device is put on the stream that is current.
+    """
 
-    @classmethod
-    def of(cls, rows: int, device: torch.device) -> _Table:
-        return cls(
-            torch.empty((3 * rows,), dtype=torch.int64, pin_memory=True),
-            torch.empty((3 * rows,), dtype=torch.int64, device=device),
-        )
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._pinned = torch.empty((3 * rows,), dtype=torch.int64, pin_memory=True)
+        self._device = torch.empty((3 * rows,), dtype=torch.int64, device=device)
+        self.host: Any = self._pinned.numpy()
+        self.event = torch.cuda.Event()
+
+    def __len__(self) -> int:
+        return len(self.host) // 3
+
+    def upload(self, words: int) -> Any:
+        self._device[:words].copy_(self._pinned[:words], non_blocking=True)
+        return self._device
 
 
 class DeviceMover:
@@ -98,11 +110,11 @@ class DeviceMover:
 
     def __init__(self, regions: Sequence[MemoryRegion], slots: Slots) -> None:
         self._slots = slots
-        self._bases = {region.id: region.address for region in regions}
+        self._book = AddressBook.of(regions)
         self._device = torch.device("cuda", regions[0].device)
         self._stream = torch.cuda.Stream(self._device)
         prepare(regions[0].device)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # what torch reuses is of this stream
+        with torch.cuda.stream(self._stream):  # what torch reuses is of this stream
             self._memory = torch.empty((slots.total,), dtype=torch.uint8, device=self._device)
         address = self._memory.data_ptr()
         self.region = MemoryRegion(-1, "cuda", regions[0].device, address, slots.total, self._memory)
@@ -115,29 +127,28 @@ class DeviceMover:
         return self._start(segments, self._slots.receiving(slot), (False, slot))
 
     def _start(self, segments: Segments, start: int, key: tuple[bool, int]) -> Any:
-        count = len(segments)
-        rows = np.empty((3, count), np.int64)
-        rows[0] = segments.offset
-        for id in np.unique(segments.region).tolist():
-            rows[0][segments.region == id] += self._bases[id]
-        rows[1, 0] = 0
-        np.cumsum(segments.length[:-1], out=rows[1, 1:])
-        rows[2] = segments.length
-        table = self._tables.get(key)
-        if table is None or len(table.pinned) < 3 * count:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                table = self._tables[key] = _Table.of(1 << (count - 1).bit_length(), self._device)
-        table.pinned.numpy()[: 3 * count] = rows.reshape(-1)
+        count, lengths = len(segments), segments.length
         base = self.region.address + start
-        wide = not bool((rows & 15).any()) and not base & 15
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            table.device[: 3 * count].copy_(table.pinned[: 3 * count], non_blocking=True)
-            launch(table.device, count, base, int(rows[2].max()), wide=wide, gather=key[0])
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return event
+        with torch.cuda.stream(self._stream):
+            table = self._tables.get(key)
+            if table is None or len(table) < count:
+                table = self._tables[key] = _Table(1 << (count - 1).bit_length(), self._device)
+            rows = table.host
+            rows[:count] = self._book.addresses(segments)
+            longest = each = int(lengths[0])
+            # of a segment of 2 GiB the kernel would have another type of argument, and have to be compiled
+            if each >> 31 or not (lengths == each).all():
+                each = 0
+                rows[count] = 0
+                np.cumsum(lengths[:-1], out=rows[count + 1 : 2 * count])
+                rows[2 * count : 3 * count] = lengths
+                longest = int(lengths.max())
+            words = count if each else 3 * count
+            wide = not (int(np.bitwise_or.reduce(rows[:words])) | each | base) & 15
+            launch(table.upload(words), count, base, each, longest, wide=wide, gather=key[0])
+            table.event.record(self._stream)
+        return table.event
 
     def close(self) -> None:
         self._stream.synchronize()
         self._tables.clear()
-        self._bases = {}

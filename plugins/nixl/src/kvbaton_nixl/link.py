@@ -17,8 +17,9 @@ import numpy as np
 from kvbaton.connector import Chunk, MemoryKind, MemoryRegion, Outcome, region_lengths
 from kvbaton.errors import ProtocolViolation, SegmentError, TransportError
 from kvbaton.identity import PeerId, TransferId
+from kvbaton.segments import coalesce
 from kvbaton_nixl import cuda, library
-from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows, merge
+from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.packing import Packer, Part, Unpacker
 from kvbaton_nixl.staging import Slots, make_mover
@@ -222,15 +223,22 @@ class Link:
             return None
         assert self._theirs is not None
         try:
-            source, target = merge(self._ours.rows(chunk.source), self._theirs.rows(chunk.target))
+            source, target = coalesce(chunk.source, chunk.target)
+            packs = self._packer is not None and self._packs(chunk, len(source)) and self._packer.fits(source)
+            if packs:
+                self._ours.require(source)
+                self._theirs.require(target)
+            else:
+                reads, writes = self._ours.rows(source), self._theirs.rows(target)
         except SegmentError as error:
             return Ended(chunk, Outcome.FAILED, True, True, error)
-        if self._packer is not None and self._packs(chunk, len(source)) and self._packer.fits(chunk):
-            self._packer.add(chunk)
+        if packs:
+            assert self._packer is not None
+            self._packer.add(chunk, source, target)
             self._post_parts()
             return None
         try:
-            handle = self._write(source, self._theirs.kind, target, self._note(Kind.WRITTEN, key))
+            handle = self._write(reads, self._theirs.kind, writes, self._note(Kind.WRITTEN, key))
         except Exception as error:
             return Ended(
                 chunk, Outcome.FAILED, True, True,

@@ -34,12 +34,14 @@ from kvbaton.connector import Chunk, DeviceEvent
 from kvbaton.errors import ProtocolViolation, SegmentError
 from kvbaton.identity import TransferId
 from kvbaton.segments import Segments
+from kvbaton_nixl.descriptors import decode_table, encode_table
 from kvbaton_nixl.staging import Mover, Slots
 from kvbaton_nixl.words import MAX_SEGMENTS
 
 Key = tuple[TransferId, int]
 
-#: What a packed part's note says behind its head: part, number of parts, slot, and bytes; then the target segments.
+#: What a packed part's note says behind its head: part, number of parts, slot, number of segments, and bytes; then the
+#: table of the target segments.
 _PART = struct.Struct("<IIIIQ")
 #: What LANDED says: part, slot.
 _LANDED = struct.Struct("<II")
@@ -63,6 +65,8 @@ class Part:
 @dataclass(eq=False, slots=True)
 class _Packed:
     chunk: Chunk
+    source: Segments
+    target: Segments
     #: Index of the first segment of each part, and the end.
     bounds: list[int]
     next: int = 0
@@ -102,19 +106,21 @@ class Packer:
     def __contains__(self, key: object) -> bool:
         return key in self._packed
 
-    def fits(self, chunk: Chunk) -> bool:
+    def fits(self, segments: Segments) -> bool:
         """Whether each segment fits a slot."""
-        return int(chunk.source.length.max(initial=0)) <= self._nbytes
+        return int(segments.length.max(initial=0)) <= self._nbytes
 
-    def add(self, chunk: Chunk) -> None:
-        """Queue a chunk that fits."""
-        ends = np.cumsum(chunk.source.length)
+    def add(self, chunk: Chunk, source: Segments | None = None, target: Segments | None = None) -> None:
+        """Queue a chunk that fits.  ``source`` and ``target``: its bytes in fewer segments, if they are known."""
+        source = chunk.source if source is None else source
+        target = chunk.target if target is None else target
+        ends = np.cumsum(source.length)
         bounds, start, before = [0], 0, 0
         while start < len(ends):
             start = int(np.searchsorted(ends, before + self._nbytes, side="right"))
             bounds.append(start)
             before = int(ends[start - 1])
-        packed = _Packed(chunk, bounds)
+        packed = _Packed(chunk, source, target, bounds)
         self._packed[chunk.transfer, chunk.sequence] = packed
         self._waiting.append(packed)
 
@@ -125,10 +131,11 @@ class Packer:
             number, chunk = packed.next, packed.chunk
             first, end = packed.bounds[number : number + 2]
             slot, theirs = self._free[0], self._theirs[0]
-            source, target = chunk.source[first:end], chunk.target[first:end]
+            source, target = packed.source[first:end], packed.target[first:end]
             nbytes = source.nbytes
-            note = _PART.pack(number, packed.parts, theirs, len(target), nbytes) + target.to_bytes()
             event = self._mover.gather(source, slot)  # where it raises, nothing was taken
+            # while a device gathers
+            note = _PART.pack(number, packed.parts, theirs, len(target), nbytes) + encode_table(target)
             self._free.popleft()
             self._theirs.popleft()
             self._away[theirs] = ((chunk.transfer, chunk.sequence), number)
@@ -228,7 +235,7 @@ class Unpacker:
         """
         try:
             number, parts, slot, count, nbytes = _PART.unpack_from(body)
-            target = Segments.from_bytes(body[_PART.size :])
+            target = decode_table(memoryview(body)[_PART.size :])
             target.check_bounds(self._lengths, f"part {number} of chunk {key}")
         except (struct.error, SegmentError) as error:
             raise ProtocolViolation("C9.3", f"a packed part that cannot be: {error}") from error
