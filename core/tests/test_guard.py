@@ -681,6 +681,31 @@ def test_a_buffering_transport_gives_its_budget_back_and_is_proven_by_the_acknow
     assert rig.figure("unproven_chunks") == 0
 
 
+@pytest.mark.clause("T3", "T5", "T12")
+def test_an_acknowledgement_also_proves_what_completes_after_it():
+    rig = Rig(D0)
+    buffered, failed = rig.post(), rig.post()
+    rig.guard.acknowledge(buffered.transfer)
+    rig.guard.acknowledge(failed.transfer)
+    rig.plugin.complete(buffered, Outcome.DONE, source=True, target=False)
+    rig.plugin.complete(failed, Outcome.FAILED, source=False, target=False)
+    assert [(c.outcome, c.terminal) for c in rig.poll().completions] == [(Outcome.DONE, True), (Outcome.FAILED, False)]
+    rig.plugin.down(D0, quiet=True)  # nothing is read here any more, and of the target we know
+    assert [(c.outcome, c.terminal) for c in rig.poll().completions] == [(Outcome.FAILED, True)]
+    assert rig.figure("unproven_chunks") == rig.figure("quarantined_chunks") == 0
+
+
+@pytest.mark.clause("T3", "T5")
+def test_an_acknowledgement_ends_a_failed_chunk_whose_source_is_quiet():
+    rig = Rig(D0)
+    posted = rig.post()
+    rig.plugin.complete(posted, Outcome.FAILED, source=True, target=False)
+    rig.poll()
+    rig.guard.acknowledge(posted.transfer)
+    assert [(c.outcome, c.terminal) for c in rig.poll().completions] == [(Outcome.FAILED, True)]
+    assert rig.figure("quarantined_bytes") == 0
+
+
 @pytest.mark.clause("T5")
 def test_timed_out_is_not_a_plugins_word():
     rig = Rig(D0)

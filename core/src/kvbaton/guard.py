@@ -429,8 +429,10 @@ class GuardedConnector:
         """The destination has received all of ``transfer``: by T3 nothing of it is written any more."""
         self._enter()
         self._foreign("acknowledge", lambda: self._connector.acknowledge(transfer), transfer=transfer)
-        for flight in [flight for flight in self._flights.get(transfer, {}).values() if flight.unproven]:
-            self._prove(flight, Outcome.DONE, flight.source_quiet, True, None)
+        for flight in tuple(self._flights.get(transfer, {}).values()):
+            flight.acknowledged = True  # whatever is learnt of its source later, its target is quiet
+            if flight.source_quiet:
+                self._prove(flight, Outcome.DONE if flight.unproven else Outcome.FAILED, True, True, None)
 
     # -- grants at the destination -----------------------------------------------------------------------------------
 
@@ -716,7 +718,8 @@ class GuardedConnector:
 
     def _prove(self, flight: _Flight, outcome: Outcome, source: bool, target: bool, error: Exception | None) -> None:
         """Pass on what is newly known of a flight; end it where nothing is left to prove."""
-        source, target = source or flight.source_quiet, target or flight.target_quiet
+        source = source or flight.source_quiet
+        target = target or flight.target_quiet or flight.acknowledged
         grew = (source, target) != (flight.source_quiet, flight.target_quiet)
         flight.source_quiet, flight.target_quiet = source, target
         key = (flight.transfer, flight.sequence)
@@ -944,6 +947,8 @@ class _Flight:
     quarantined: bool = False
     #: DONE, but the target is not proven quiet.
     unproven: bool = False
+    #: The destination has received the transfer, so that nothing of it is written any more (T3).
+    acknowledged: bool = False
     holds_budget: bool = True
 
 
