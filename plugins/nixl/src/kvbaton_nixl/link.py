@@ -222,19 +222,18 @@ class Link:
             self.posted[key] = Posted(chunk, None)
             return None
         assert self._theirs is not None
+        source, target = coalesce(chunk.source, chunk.target)
         try:
-            source, target = coalesce(chunk.source, chunk.target)
-            packs = self._packer is not None and self._packs(chunk, len(source)) and self._packer.fits(source)
-            if packs:
+            if self._packer is not None and self._packs(chunk, len(source)) and self._packer.fits(source):
                 self._ours.require(source)
                 self._theirs.require(target)
+                self._packer.add(chunk, source, target)
+                reads = writes = None
             else:
                 reads, writes = self._ours.rows(source), self._theirs.rows(target)
         except SegmentError as error:
             return Ended(chunk, Outcome.FAILED, True, True, error)
-        if packs:
-            assert self._packer is not None
-            self._packer.add(chunk, source, target)
+        if reads is None or writes is None:
             self._post_parts()
             return None
         try:

@@ -99,6 +99,9 @@ class Packer:
         self._packed: dict[Key, _Packed] = {}
         self._gathering: deque[_Gathering] = deque()
         self._away: dict[int, tuple[Key, int]] = {}  # their slots, and what is in them
+        # so many slots must be free before we gather again: two processes take turns on a device that both use, and a
+        # turn costs as much as moving 64 MiB
+        self._batch = max(1, min(slots.count, theirs) // 2)
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -126,7 +129,8 @@ class Packer:
 
     def ready(self) -> Iterator[Part]:
         """Parts that have been gathered and are to be posted now, each once."""
-        while self._waiting and self._free and self._theirs:
+        begin = self._gathering or min(len(self._free), len(self._theirs)) >= self._batch
+        while begin and self._waiting and self._free and self._theirs:
             packed = self._waiting[0]
             number, chunk = packed.next, packed.chunk
             first, end = packed.bounds[number : number + 2]
