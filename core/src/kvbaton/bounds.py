@@ -61,8 +61,8 @@ class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``reserve``: until D answers.  ``prefill_start``: from then until P's first progress, its queue included.
     ``prefill_idle``: between two signs of progress.  ``receipts``: from Commit to Received.  Each of these ends the
     request as failed.  ``drain``: from the end of a transfer until a stage has retired it; that stage is then lost,
-    unless it waits for one that hangs.  ``control``: until a stage that lives has answered.  ``shutdown``: from Stop
-    until a stage was joined; it is then killed.
+    unless it waits for one that hangs.  ``shutdown``: from Stop until a stage was joined; it is then killed.
+    ``control``: until a stage that lives has answered, or has itself failed what is overdue.
     """
 
     reserve: float = 60.0
@@ -70,5 +70,5 @@ class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_idle: float = 120.0
     receipts: float = 30.0
     drain: float = 60.0
-    control: float = 5.0
     shutdown: float = 30.0
+    control: float = 5.0

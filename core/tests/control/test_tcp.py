@@ -127,9 +127,59 @@ def test_a_stage_that_joins_gets_its_epoch_and_a_channel_both_ways(coordinator, 
         stage.close()
 
 
-def test_a_key_that_the_coordinator_does_not_know_is_refused(coordinator, folder):
-    with pytest.raises(ConfigurationError, match=r"does not know the key of stranger: copy stranger\.key"):
-        beside(coordinator, join, coordinator.address, "stranger", client(folder, "stranger"), within=10)
+@pytest.mark.clause("C9.3")
+def test_a_key_that_the_coordinator_does_not_know_is_refused_and_counted(coordinator, folder):
+    for times in (1, 2):
+        with pytest.raises(ConfigurationError, match=r"does not know the key of stranger: copy stranger\.key"):
+            beside(coordinator, join, coordinator.address, "stranger", client(folder, "stranger"), within=10)
+        assert coordinator.statistics().dropped["unknown", "unknown-key"] == times
+
+
+@pytest.mark.clause("C1.4", "C9.4")
+def test_nobody_takes_the_place_of_another_with_a_key_of_its_own(coordinator, folder):
+    """A routing id belongs to whoever comes first with it: a place could be taken before its stage has joined."""
+    coordinator.send(PREFILL, Cancel("0" * 32))
+    context = zmq.Context()
+    try:
+        early = context.socket(zmq.DEALER)
+        client(folder, "decode-0").apply(early)
+        early.routing_id = b"prefill-0@3e8"
+        early.connect(coordinator.address)
+        early.send(b"kvbaton/1")
+        for _ in range(500):
+            coordinator.wait(0.01)
+            assert coordinator.receive() == []
+            if coordinator.statistics().dropped.get(("unknown", "unknown-peer")):
+                break
+        stage = enter(coordinator, folder, "prefill-0")
+        try:
+            stage.send(Stop())
+            assert gather(coordinator, 1) == [Received(PREFILL, Stop())]
+            assert gather(stage, 1) == [Cancel("0" * 32)]
+            assert not early.poll(0)
+        finally:
+            stage.close()
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.clause("C1.4")
+def test_a_routing_id_that_was_found_out_is_not_believed_under_another_key(coordinator, folder):
+    context = zmq.Context()
+    try:
+        imposter = context.socket(zmq.DEALER)
+        client(folder, "decode-0").apply(imposter)
+        imposter.routing_id = f"prefill-0@3e8#{coordinator.ticket(PREFILL).secret}".encode()
+        imposter.connect(coordinator.address)
+        imposter.send(b"kvbaton/1")
+        for _ in range(500):
+            coordinator.wait(0.01)
+            assert coordinator.receive() == []
+            if coordinator.statistics().dropped.get(("unknown", "unknown-peer")):
+                break
+        assert coordinator.statistics().dropped == {("unknown", "unknown-peer"): 1}
+    finally:
+        context.destroy(linger=0)
 
 
 def test_a_key_proves_one_name_only(coordinator, folder):

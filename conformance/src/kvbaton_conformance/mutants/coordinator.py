@@ -245,6 +245,10 @@ add(
     edit(C._commit, "self._set_deadline(entry, self._receipts)", "self._set_deadline(entry, None)"),
 )  # fmt: skip
 add(
+    "who-hangs-is-not-asked", "a P that waits for a D that hangs is lost in its place", "C6.7 C6.4",
+    edit(C._blame, "silent = [peer for peer in stages if entry.asked.get(peer.id) == peer.words]", "silent = []"),
+)  # fmt: skip
+add(
     "the-drain-deadline-is-missing", "a stage that does not retire is waited for without end", "C6.7",
     edit(C._end, "    self._set_deadline(entry, self._drain)\n", "    self._set_deadline(entry, None)\n"),
 )  # fmt: skip

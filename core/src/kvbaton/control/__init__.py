@@ -61,8 +61,9 @@ class ChannelStatistics:
     """Totals since the channels were made.  ``dropped`` counts by (family, reason); input that could not be read as a
     message has the family ``unknown``.
 
-    Reasons: ``malformed``; ``oversized``; ``unknown-peer`` (from nobody we expect); ``stranger`` (a connection that
-    ended, by itself or for what it sent, without having said who it is); ``stale-epoch``, ``foreign-epoch`` (older, or
+    Reasons: ``malformed``; ``oversized``; ``unknown-peer`` (from nobody we expect); ``unknown-key`` (a connection that
+    was refused for its key); ``stranger`` (one that ended, by itself or for what it sent, without having said who it
+    is); ``stale-epoch``, ``foreign-epoch`` (older, or
     neither older nor ours); ``repeat``; ``gap`` (the envelope that showed it); ``lost`` (arrived after the loss);
     ``gone-peer`` (sent to a peer that is lost or unknown, or on a closed channel).
     """

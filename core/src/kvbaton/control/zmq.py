@@ -1,19 +1,22 @@
 """Channels between processes: ZeroMQ over ``ipc://`` in a private directory, or over ``tcp://`` with CURVE keys.
 
-The coordinator binds one ROUTER; each stage connects one DEALER whose routing id is its name and epoch.  A stage's
-first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what was
-sent to the stage before that waits for it.  Each further frame is one encoded envelope.
+The coordinator binds one ROUTER; each stage connects one DEALER whose routing id begins with its name and epoch.  A
+stage's first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what
+was sent to the stage before that waits for it.  Each further frame is one encoded envelope.
 
 A connection that ends is a lost channel: nobody reconnects, since ZeroMQ drops what is under way when it ends.
 The ends are seen by the sockets' monitors.  A stage that is alive but stopped is found by ZMTP heartbeats, which the
-coordinator sends and ZeroMQ's own thread in the stage answers, however long the stage's Python computes.  Stages send
-none: a coordinator that is stopped for a while (Ctrl-Z) is no reason to die, and its end is told by the lifeline.
+coordinator sends and ZeroMQ's own thread in the stage answers, however long the stage's Python computes: they show a
+process that runs, not one that gets on (the coordinator asks for that, C6.7).  Over ``ipc://`` stages send none: a
+coordinator that is stopped for a while (Ctrl-Z) is no reason to die, and its end is told by the lifeline.
 
 Over ``tcp://`` the stages are started by somebody else, so nobody hands them a ticket: a stage *joins* first
 (:mod:`kvbaton.control.join`), by the name that its key proves, and is then *admitted* under the epoch that it was
-given.  There is no lifeline either: both ends send heartbeats, a stage that ends says so with its status as its last
-word, and one that the coordinator gives up is *expelled*, which it takes as the loss of its coordinator.  Four words of
-one frame carry that, beside the envelopes and never among them.
+given.  Its routing id ends with a secret of its ticket, so that only who holds its key can take its place.  There is no
+lifeline either: both ends send heartbeats, so that a coordinator that is stopped for longer than ``heartbeat`` has lost
+its stages; a stage that ends says so with its status as its last word, and one that the coordinator gives up is
+*expelled*, which it takes as the loss of its coordinator.  Four words of one frame carry that, beside the envelopes and
+never among them.
 
 Import this module where it is needed: it imports pyzmq.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import select
 import stat
 import struct
@@ -68,12 +72,16 @@ _FRAMES_PER_PASS: Final = 4096
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage needs to open its channel; survives JSON.  Whoever holds one may be this stage."""
+    """What a stage needs to open its channel; survives JSON.  Whoever holds one may be this stage.
+
+    ``secret``: the end of its routing id over TCP, where others reach the socket, too.
+    """
 
     address: str
     peer: PeerId
     coordinator_epoch: int
     max_message: int
+    secret: str = ""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +180,11 @@ class _Wire:
             found.append(struct.unpack("=Hi", head))
         return found
 
+    @property
+    def refused(self) -> int:
+        """Connections refused for their keys, so far."""
+        return 0 if self._gate is None else self._gate.refused
+
     def let_in(self) -> None:
         """Answer whom to let in, where keys decide that."""
         if self._gate is not None:
@@ -210,13 +223,15 @@ class _Peer:
         "lost",
         "peer",
         "routing_id",
+        "secret",
         "seq",
         "sequence",
     )
 
-    def __init__(self, peer: PeerId) -> None:
+    def __init__(self, peer: PeerId, secret: str) -> None:
         self.peer = peer
-        self.routing_id = _routing_id(peer)
+        self.secret = secret
+        self.routing_id = _routing_id(peer, secret)
         self.sequence = InboundSequence(peer.epoch)
         self.seq = 0
         self.backlog: deque[bytes] = deque()
@@ -327,8 +342,10 @@ class ZmqCoordinatorChannels:
 
     def ticket(self, peer: PeerId) -> Ticket:
         """What the stage ``peer`` passes to ``ZmqStageChannel``."""
+        entry = self._peers.get(peer)
         return Ticket(
-            address=self._address, peer=peer, coordinator_epoch=self._epoch, max_message=self._max_message
+            address=self._address, peer=peer, coordinator_epoch=self._epoch, max_message=self._max_message,
+            secret="" if entry is None else entry.secret,
         )  # fmt: skip
 
     def add(self, peer: PeerId) -> None:
@@ -340,7 +357,8 @@ class ZmqCoordinatorChannels:
                     f"C1.4: {peer} is not newer than {peer.name}@{self._newest[peer.name]:x}, which was added before",
                     peer=peer,
                 )
-            entry = _Peer(peer)
+            # a routing id belongs to whoever comes first with it: over TCP nobody can guess another's
+            entry = _Peer(peer, "" if self._listen is None else secrets.token_hex(16))
             self._newest[peer.name] = peer.epoch
             self._peers[peer] = entry
             self._by_routing_id[entry.routing_id] = entry
@@ -394,7 +412,10 @@ class ZmqCoordinatorChannels:
         self._wire.bell.ring()
 
     def statistics(self) -> ChannelStatistics:
-        return ChannelStatistics(self._sent, self._received, dict(self._dropped))
+        dropped = dict(self._dropped)
+        if self._wire.refused:
+            dropped["unknown", "unknown-key"] = self._wire.refused
+        return ChannelStatistics(self._sent, self._received, dropped)
 
     def close(self) -> None:
         with self._exclusive:
@@ -505,7 +526,7 @@ class ZmqCoordinatorChannels:
             self._lose(entry, gap, events)
 
     def _why_unknown(self, routing_id: bytes) -> str:
-        name, _, epoch = routing_id.decode(errors="replace").rpartition("@")
+        name, _, epoch = routing_id.decode(errors="replace").partition("#")[0].rpartition("@")
         try:
             return "stale-epoch" if int(epoch, 16) < self._newest.get(name, 0) else "unknown-peer"
         except ValueError:
@@ -626,7 +647,7 @@ class ZmqStageChannel:
             self._wire = _Wire(zmq.DEALER, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED, ticket.max_message)
             undo.callback(self._wire.close, 0.0)
             socket = self._wire.socket
-            socket.routing_id = _routing_id(ticket.peer)
+            socket.routing_id = _routing_id(ticket.peer, ticket.secret)
             socket.reconnect_ivl = -1
             if keys is not None:
                 keys.apply(socket)
@@ -738,8 +759,8 @@ class ZmqStageChannel:
             self._wire.close(self._linger if self._lost is None or self._said_last_word else 0.0)
 
 
-def _routing_id(peer: PeerId) -> bytes:
-    found = f"{peer.name}@{peer.epoch:x}".encode()
+def _routing_id(peer: PeerId, secret: str) -> bytes:
+    found = f"{peer.name}@{peer.epoch:x}{'#' if secret else ''}{secret}".encode()
     if not 1 <= len(found) <= 255 or found[0] == 0:
         raise LocalProtocolError(f"a stage cannot be called {peer.name!r}: its ZeroMQ routing id would be too long")
     return found

@@ -127,8 +127,8 @@ class PeerView(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "heard", "id", "leaving", "ledger", "ordinal",
-                 "quiet", "role", "status", "unjoinable")  # fmt: skip
+    __slots__ = ("connected", "down", "draining", "endpoint", "entries", "id", "leaving", "ledger", "ordinal", "quiet",
+                 "role", "status", "unjoinable", "words")  # fmt: skip
 
     def __init__(self, hello: Hello) -> None:
         self.id = hello.peer
@@ -136,8 +136,8 @@ class _Peer:
         self.endpoint = hello.endpoint
         self.ledger = Ledger(hello.capacity)
         self.status = _UP
-        #: When its last word came.
-        self.heard = -math.inf
+        #: How often it has said something, whatever it was.
+        self.words = 0
         #: Last creating message sent on this channel (C1.2).
         self.ordinal = 0
         #: Lost for good: nobody will ever join it.
@@ -207,8 +207,8 @@ class _Entry:
         self.activated = False
         #: The queue its deadline is in.
         self.deadlines: _DeadlineQueue | None = None
-        #: When its stages were asked whether they live, its drain being overdue.
-        self.asked = math.inf
+        #: Who was asked whether it lives, the drain being overdue, and what its words were until then.
+        self.asked: dict[PeerId, int] = {}
 
 
 class _DeadlineQueue:
@@ -410,7 +410,7 @@ class Coordinator:
             if isinstance(message, Hello):
                 return self._hello(peer, message)
             return [Ignored(getattr(message, "transfer", None), kind.__name__, f"{peer} is not known")]
-        sender.heard = self._now
+        sender.words += 1
         if kind in _PEER_HANDLERS:
             effects: Effects = []
             _PEER_HANDLERS[kind](self, sender, message, effects)
@@ -443,7 +443,7 @@ class Coordinator:
         """
         self._tick(now)
         if peer in self._peers:
-            self._peers[peer].heard = self._now
+            self._peers[peer].words += 1
 
     def peer_lost(self, peer: PeerId, cause: str, now: float) -> Effects:
         """``peer``'s channel is gone, or its sequence has a gap (C9.4).  Ends what depends on it; frees nothing
@@ -924,14 +924,14 @@ class Coordinator:
             if entry.d.status is _UP:
                 self._lose(entry.d, f"{text} of {entry.transfer}", effects)
         elif entry.p.status is _UP:
-            entry.asked = self._now
-            effects += [Ask(peer.id) for peer in (entry.p, entry.d) if peer.status is _UP]
+            entry.asked = {peer.id: peer.words for peer in (entry.p, entry.d) if peer.status is _UP}
+            effects += map(Ask, entry.asked)
             self._set_deadline(entry, self._answers)
 
     def _blame(self, entry: _Entry, effects: Effects) -> None:
         """P's drain is overdue and both were asked: lost are those that hang; P, where both live."""
         stages = [peer for peer in (entry.p, entry.d) if peer.status is _UP]
-        silent = [peer for peer in stages if peer.heard <= entry.asked]
+        silent = [peer for peer in stages if entry.asked.get(peer.id) == peer.words]
         text = f"C6.7: deadline.drain of {self._drain.seconds:g} s passed in ENDED of {entry.transfer}"
         for peer in silent:
             cause = f"{text}, and it has said nothing for deadline.control of {self._answers.seconds:g} s: it hangs"

@@ -197,7 +197,8 @@ class Failure(DeploymentTopic):
     ) -> None:
         """Each phase lasts too long in turn: it fails by the deadline's name, and what a writer may touch is held."""
         seconds = {"reserve": 11.0, "prefill_start": 12.0, "prefill_idle": 13.0, "receipts": 14.0}
-        world = open_deployment(stepped=True, narrow={"revocable": False}, deadlines=Deadlines(**seconds))
+        deadlines = Deadlines(**seconds, control=0.25)
+        world = open_deployment(stepped=True, narrow={"revocable": False}, deadlines=deadlines)
         answer = world.submit("a", REQUEST)
         boundary(world)
         world.advance(seconds[name] - 0.5)
@@ -220,20 +221,30 @@ class Failure(DeploymentTopic):
 
     @pytest.mark.clause("C6.7", "C6.4")
     @pytest.mark.mode("in-process")
-    def test_a_stage_that_does_not_drain_is_lost(self, open_deployment: OpenDeployment, subject: Subject) -> None:
-        """P hangs with a cancelled transfer: after deadline.drain it is killed, and D gets its memory back."""
-        world = open_deployment(stepped=True, narrow={"revocable": False}, deadlines=Deadlines(drain=20.0))
+    @pytest.mark.parametrize("hung", ["prefill-0", "decode-0"])
+    def test_a_stage_that_does_not_drain_is_lost(
+        self, open_deployment: OpenDeployment, subject: Subject, hung: str
+    ) -> None:
+        """One hangs with a cancelled transfer, and P retires it in neither case.  After deadline.drain the one that
+        hangs is killed, and not the one that waits for it."""
+        deadlines = Deadlines(drain=20.0, control=5.0)
+        world = open_deployment(stepped=True, narrow={"revocable": False}, deadlines=deadlines)
         world.submit("a", REQUEST)
         boundaries.committed(world)
-        world.seats["prefill-0"].frozen = True
+        world.seats[hung].frozen = True
         world.abort("a")
         world.advance(19)
         world.settle()
-        require(not world.kills and world.d is DestinationPhase.HELD, "C6.7", "deadline.drain came early")
-        world.advance(2)
-        world.run_until(lambda: bool(world.kills), "C6.7: a stage that does not drain is lost")
-        require(world.kills[0].name == "prefill-0", "C6.7", "the wrong stage was given up", seen=world.kills)
-        after_a_death(world, subject)
+        held = hung == "decode-0" or world.d is DestinationPhase.HELD
+        require(not world.kills and held, "C6.7", "deadline.drain came early", seen=world.kills)
+        for seconds in (2, 5):
+            world.advance(seconds)
+            world.settle()
+        require(
+            [peer.name for peer in world.kills] == [hung], "C6.7", "the wrong stage was given up", expected=hung,
+            seen=world.kills,
+        )  # fmt: skip
+        after_a_death(world, subject, hung)
 
     # -- deaths ------------------------------------------------------------------------------------------------------
 
