@@ -1,8 +1,34 @@
-from kvbaton_conformance import ConnectorConformance
+from kvbaton.connector import Availability
+from kvbaton_conformance import ConnectorConformance, HandoffConformance
+from kvbaton_conformance.suite.levels import ConnectorLevel
+from kvbaton_nixl import NixlPlugin
 
 
 class TestNixl(ConnectorConformance):
     connector = "nixl"
+
+
+class Apart(NixlPlugin):
+    """NIXL for stages in processes of their own, as its users have it."""
+
+    def probe(self, need):
+        if need.reach == "same_process":
+            return Availability(False, "what is judged here is judged between processes", "")
+        return super().probe(need)
+
+
+#: Every chunk packed, into few slots and small ones: most chunks have several parts, and wait for room.
+PACKED = {"packing": "always", "staging_bytes": 4096, "staging_slots": 2}
+
+
+class TestNixlPacked(ConnectorLevel):
+    connector = Apart()
+    connector_options = PACKED
+
+
+class TestHandOffPacked(HandoffConformance):
+    connector = "nixl"
+    connector_options = PACKED
 
 
 class TestNixlOnDevice(ConnectorConformance):
