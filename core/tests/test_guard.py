@@ -93,6 +93,26 @@ def chunk(peer=D0, source=None, target=None, nbytes=None, sequence=0, transfer=N
     return Chunk(transfer or new_transfer_id(), sequence, peer, source, target, nbytes)
 
 
+# -- the plugin's own figures ----------------------------------------------------------------------------------------
+
+
+def test_the_plugins_figures_stand_beside_the_guards():
+    rig = Rig(D0)
+    rig.plugin.statistics = lambda: {"outstanding": 7, "writes_total": 3}
+    assert rig.figure("connector_writes_total") == 3
+    assert (rig.figure("connector_outstanding"), rig.figure("outstanding")) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    "says", [lambda: 1 / 0, lambda: None, lambda: {"a": "much"}, None], ids=["raises", "nothing", "words", "no-method"]
+)
+def test_a_plugin_without_figures_takes_none_away(says):
+    rig = Rig(D0)
+    rig.plugin.statistics = says
+    assert rig.figure("peers_up") == 1
+    assert not any(name.startswith("connector_") for name in rig.guard.statistics())
+
+
 # -- bounds, limits, capabilities: refused before the plugin is touched ----------------------------------------------
 
 

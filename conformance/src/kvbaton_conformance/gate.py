@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -246,6 +246,9 @@ class Gate:
 
     def wait(self, timeout: float) -> None:
         self.connector.wait(timeout)
+
+    def statistics(self) -> Mapping[str, float]:
+        return self.connector.statistics()
 
 
 def broken_wire() -> TransportError:

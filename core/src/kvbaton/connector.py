@@ -313,6 +313,12 @@ class TransferConnector(Protocol):
         comes next is most likely a completion.  ``poll`` is called whether or not it returned early.
         """
 
+    def statistics(self) -> Mapping[str, float]:
+        """Figures of its own, counters named ``*_total``; operators see them as ``connector_*`` beside the guard's.
+
+        The one method that may be called from any thread: it reads and changes nothing.
+        """
+
 
 class ConnectorBase:
     """Defaults for the optional half of :class:`TransferConnector`: what a one-sided transport on ordinary memory
@@ -342,6 +348,9 @@ class ConnectorBase:
 
     def wait(self, timeout: float) -> None:
         time.sleep(timeout)
+
+    def statistics(self) -> Mapping[str, float]:
+        return {}
 
 
 # -- the plugin object -----------------------------------------------------------------------------------------------

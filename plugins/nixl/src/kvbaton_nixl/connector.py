@@ -40,6 +40,7 @@ from kvbaton.identity import PeerId, TransferId
 from kvbaton_nixl import cuda, library
 from kvbaton_nixl.link import Ended, Link, LinkBroken, destroy, register
 from kvbaton_nixl.options import NixlOptions
+from kvbaton_nixl.telemetry import Measured
 from kvbaton_nixl.words import Hello, Kind, Lobby, Region
 
 #: Hellos of peers that ``connect`` has not named yet; the oldest gives way to one more.
@@ -73,6 +74,7 @@ class NixlConnector(ConnectorBase):
         self._receipts: list[Receipt] = []
         self._events: list[PeerEvent] = []
         self._dropped = 0
+        self._measured = Measured()
         self._count = 0
         self._secret = secrets.token_bytes(16)
         self._closed = False
@@ -164,7 +166,7 @@ class NixlConnector(ConnectorBase):
             return
         self._lobbies[id] = (name.decode() if isinstance(name, bytes) else name, lobby)
         try:
-            self._links[id] = Link(self.peer, id, self._name(str(id)), self._options, self._regions)
+            self._links[id] = Link(self.peer, id, self._name(str(id)), self._options, self._regions, self._measured)
         except Exception as error:
             self._refuse(id, ConnectError(f"T2: no link to {id}: {library.describe(error)}", peer=id), error)
             return
@@ -393,8 +395,9 @@ class NixlConnector(ConnectorBase):
             self._events.append(PeerEvent(id, up=False, quiet=True))
 
     def statistics(self) -> Mapping[str, float]:
-        """What was dropped as no word of ours."""
-        return {"dropped_notes_total": self._dropped + sum(link.dropped for link in self._links.values())}
+        """What was dropped as no word of ours; with the option ``telemetry``, what NIXL measured."""
+        dropped = self._dropped + sum(link.dropped for link in tuple(self._links.values()))
+        return {"dropped_notes_total": dropped, **(self._measured.figures() if self._options.telemetry else {})}
 
     # -- the end (T10) -----------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.packing import Packer, Part, Unpacker
 from kvbaton_nixl.staging import Slots, make_mover
+from kvbaton_nixl.telemetry import Measured
 from kvbaton_nixl.words import Hello, Kind, Note, Region, Staging
 
 Key = tuple[TransferId, int]
@@ -72,8 +73,15 @@ class Link:
     """
 
     def __init__(
-        self, me: PeerId, peer: PeerId, name: str, options: NixlOptions, regions: Sequence[MemoryRegion]
+        self,
+        me: PeerId,
+        peer: PeerId,
+        name: str,
+        options: NixlOptions,
+        regions: Sequence[MemoryRegion],
+        measured: Measured | None = None,
     ) -> None:
+        self._measured = measured if options.telemetry else None
         self.peer = peer
         self.me = me
         self.open = False
@@ -352,6 +360,8 @@ class Link:
             raise TransportError("NIXL reports an error and does not say which")
         if state != "DONE":
             return False
+        if self._measured is not None:
+            self._measured.add(self._agent.get_xfer_telemetry(handle))
         handle.release()
         return True
 

@@ -40,7 +40,11 @@ class NixlOptions(BaseModel):
     heartbeat: Annotated[float, Field(ge=0.01, le=60)] = Field(
         0.25, description="seconds between two pings of a peer; a peer that is gone is noticed within one of them (T7)"
     )
-    telemetry: bool = Field(False, description="let NIXL measure each write; `statistics` then has what it measured")
+    telemetry: bool = Field(
+        False,
+        description="let NIXL measure each write; a stage's statistics then have the sums: connector_writes_total,"
+        " connector_write_descriptors_total, ..._bytes_total, ..._posting_seconds_total, ..._seconds_total",
+    )
     log_level: Literal["FATAL", "ERROR", "WARN", "INFO", "DEBUG", "TRACE"] = Field(
         "FATAL",
         description="what NIXL and UCX print; what they report is in our errors, so by default they print nothing",
