@@ -114,7 +114,8 @@ def test_a_command_prints_what_the_page_shows(running: dict[int, Running], numbe
     assert isinstance(block, Shown)
     status = run.process.wait(100)
     printed = run.log.read_text()
-    assert status == (1 if any("DOES NOT CONFORM" in line for line in block.lines) else 0), printed
+    # each looks at a part of the suite, which is no verdict where it passes
+    assert status == (1 if any("DOES NOT CONFORM" in line for line in block.lines) else 3), printed
     rest = [squeezed(line) for line in printed.splitlines()]
     anywhere = False
     for line in block.lines:

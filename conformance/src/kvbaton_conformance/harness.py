@@ -379,12 +379,14 @@ class Pair:
     def __post_init__(self) -> None:
         self.order = self.order or (self.source, self.target)
 
-    def connect(self) -> None:
+    def connect(self, bound: float | None = None) -> None:
         """Exchange endpoints and wait until each end has heard that the other is up."""
         source, target = self.source, self.target
         source.guard.connect(target.guard.endpoint())
         target.guard.connect(source.guard.endpoint())
-        self.pump_until(lambda: source.is_up(target.peer) and target.is_up(source.peer), "T2: both ends are up")
+        self.pump_until(
+            lambda: source.is_up(target.peer) and target.is_up(source.peer), "T2: both ends are up", bound or PATIENCE
+        )
 
     def send(
         self,

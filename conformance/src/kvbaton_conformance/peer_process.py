@@ -31,6 +31,7 @@ from kvbaton_conformance import device_memory, shared_memory
 from kvbaton_conformance.harness import Heard, LocalEnd, Pair, close_ends, open_end
 from kvbaton_conformance.leaks import Holdings, holdings, left_behind, own
 from kvbaton_conformance.subject import Reference
+from kvbaton_conformance.warm_up import warm_up
 from kvbaton_conformance.witness import Testimony
 
 
@@ -54,6 +55,13 @@ class Peer:
         plugin, valid = choose_connector(reference.load(), need, dict(options))
         self._end = open_end(plugin, valid, peer, **how)
         return self._end.guard.capabilities
+
+    def meet(self, reference: Reference, options: Mapping[str, Any], need: Need, meet: bool) -> None:
+        """Let the connector do everything once; what is there then is there for good."""
+        plugin, valid = choose_connector(reference.load(), need, dict(options))
+        warm_up(plugin, valid, need.memory_kind, meet=meet)
+        gc.collect()
+        self._held = holdings()
 
     def close(self) -> None:
         """Drain and close what is open, as at the end of a test."""

@@ -4,12 +4,14 @@ It is loaded into every pytest run where the kit is installed, so it imports not
 is being collected has done so.
 
 What is an *error* here, because it would make a green run mean less than it says: a subclass that judges nothing; a
-standard test that is overridden, deselected, or skipped by anybody but the kit; a mandatory clause without a test that
-ran; a known failure that passes or matches nothing; an absent environment under ``--require-env``.
+standard test that is overridden, deselected, or skipped by anybody but the kit; a module of such tests that skips
+itself; a mandatory clause without a test that ran, or of which known failures excuse all; a known failure that passes
+or matches nothing; an absent environment under ``--require-env``.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
 import json
@@ -71,13 +73,15 @@ class Kit:
     closers: list[Any] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     processes: Processes | None = None
-    #: Classes of which a test has passed: what a library keeps once per process is there.
+    #: Classes that were warmed up: what a library keeps once per process is there.
     warm: set[type] = field(default_factory=set)
 
 
 KIT = pytest.StashKey[Kit]()
 _GATE = pytest.StashKey[tuple[str, str]]()
 _KNOWN = pytest.StashKey[KnownFailure]()
+#: A standard test that somebody answered for, skipped, or that lacks its environment.
+_TAMPERED = pytest.StashKey[bool]()
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -117,6 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "clause(*ids): the clauses of the contract that this test proves",
         "requires(*capabilities, **values): what the running connector must declare for this test to make sense",
         "mode(name): in-process or two-processes, where the test makes sense in one of them only",
+        "absent_where(reason=function): function(subject) says why the test makes no sense there, or nothing",
         "mutant(name): a defect that this test is known to find",
     ):
         config.addinivalue_line("markers", line)
@@ -152,6 +157,44 @@ class Refused(pytest.Collector):
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         raise self.CollectError(self.reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and isinstance(collector, pytest.Module) and (names := _would_judge(collector.path)):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        collector.config.stash[KIT].problems.append(
+            f"{collector.nodeid} skipped itself, and with it {', '.join(names)}: {reason}. Where hardware may be"
+            " absent, set needs_hardware in the class"
+        )
+    return report
+
+
+def _would_judge(path: Path) -> list[str]:
+    """The classes in a test file that derive from one of the kit's, by its text: it has not been run to its end."""
+    try:
+        module = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    if not any(_imports_the_kit(node) for node in ast.walk(module)):
+        return []
+    return [
+        node.name for node in ast.walk(module)
+        if isinstance(node, ast.ClassDef) and any(_last_name(base).endswith("Conformance") for base in node.bases)
+    ]  # fmt: skip
+
+
+def _imports_the_kit(node: ast.AST) -> bool:
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return any(name.split(".")[0] == "kvbaton_conformance" for name in names)
+
+
+def _last_name(base: ast.expr) -> str:
+    return base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
 
 
 def _root() -> type | None:
@@ -272,6 +315,15 @@ def test_id(owner: type, name: str) -> str:
 test_id.__test__ = False  # type: ignore[attr-defined]
 
 
+def marks(owner: type, test: str, name: str) -> list[pytest.Mark]:
+    """The kit's markers of a standard test: those that stand at its function in the suite, and nobody else's."""
+    return [mark for mark in getattr(vars(owner)[test], "pytestmark", ()) if mark.name == name]
+
+
+def _clauses(owner: type, test: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(str(id) for mark in marks(owner, test, "clause") for id in mark.args))
+
+
 def _judged(item: pytest.Item | pytest.Metafunc) -> Judged | None:
     cls: Any = getattr(item, "cls", None)
     return item.config.stash[KIT].judged.get(cls) if cls is not None else None
@@ -301,21 +353,24 @@ def has_failed(node: pytest.Item) -> bool:
     return result is not None and result.outcome == "failed"
 
 
-def warmed_up(node: pytest.Item) -> bool:
-    """Whether a test of the same class ran before this one."""
+def be_warm(node: pytest.Item) -> None:
+    """Before the first test of a class: what a library keeps once per process comes now."""
     judged = _judged(node)
     assert judged is not None
-    kit = node.config.stash[KIT]
-    was = node.cls in kit.warm  # type: ignore[attr-defined]
-    kit.warm.add(node.cls)  # type: ignore[attr-defined]
-    return was
+    cls: Any = node.cls  # type: ignore[attr-defined]
+    warm = node.config.stash[KIT].warm
+    if cls not in warm:
+        warm.add(cls)
+        cls.warm_up(judged.subject)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     judged = _judged(metafunc)
     if judged is None or "mode" not in metafunc.fixturenames:
         return
-    wanted = [mark.args[0] for mark in metafunc.definition.iter_markers("mode")] or ["in-process", "two-processes"]
+    owner = judged.tests.get(metafunc.function.__name__)
+    own = marks(owner, metafunc.function.__name__, "mode") if owner is not None else ()
+    wanted = [mark.args[0] for mark in own] or ["in-process", "two-processes"]
     modes = [mode for mode in getattr(judged.subject, "modes", ()) if mode in wanted]
     metafunc.parametrize("mode", modes or wanted[:1])
 
@@ -327,7 +382,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if judged is not None and name in judged.tests:
         item.config.stash[KIT].collected[item.nodeid] = (getattr(item, "cls", object), name)
         item.extra_keyword_matches.update(judged.tests[name].__module__.removeprefix(_SUITE + ".").split("."))
-        item.extra_keyword_matches.update(str(id) for mark in item.iter_markers("clause") for id in mark.args)
+        item.extra_keyword_matches.update(_clauses(judged.tests[name], name))
 
 
 @pytest.hookimpl(trylast=True)
@@ -344,7 +399,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kit.results[item.nodeid] = result
         item.user_properties.append(("clauses", " ".join(result.clauses)))
         item.user_properties.append(("conformance_id", result.id))
-        if gate := _gate(item, judged):
+        if gate := _gate(judged, name):
             item.stash[_GATE] = gate
             item.add_marker(pytest.mark.skip(reason=": ".join(gate)), append=False)
         for known in kit.known:
@@ -373,7 +428,7 @@ def _result(item: pytest.Item, judged: Judged, name: str) -> Result:
 
     owner = judged.tests[name]
     parameters = item.name[len(name) :]
-    clauses = tuple(dict.fromkeys(str(id) for mark in item.iter_markers("clause") for id in mark.args))
+    clauses = _clauses(owner, name)
     documentation = inspect.getdoc(getattr(owner, name)) or ""
     troubleshooting = documentation.partition("Troubleshooting:")[2].strip()
     seed = item.config.getoption("--conformance-seed")
@@ -402,12 +457,16 @@ def _quoted(name: str) -> str:
     return " and ".join(part for part in re.split(r"[\[\]]", name) if part)
 
 
-def _gate(item: pytest.Item, judged: Judged) -> tuple[str, str] | None:
+def _gate(judged: Judged, test: str) -> tuple[str, str] | None:
     """Why a standard test cannot run here: ``(absent | unavailable, reason)``."""
     if judged.unavailable:
         return "unavailable", judged.unavailable
     capabilities = getattr(judged.subject, "capabilities", None)
-    for mark in item.iter_markers("requires"):
+    owner = judged.tests[test]
+    for mark in marks(owner, test, "absent_where"):
+        if reason := mark.kwargs["reason"](judged.subject):
+            return "absent", reason
+    for mark in marks(owner, test, "requires"):
         for name in mark.args:
             if not getattr(capabilities, name):
                 return "absent", f"{name} is not declared"
@@ -416,7 +475,7 @@ def _gate(item: pytest.Item, judged: Judged) -> tuple[str, str] | None:
             if declared != value and not (isinstance(declared, frozenset) and value in declared):
                 shown = "+".join(sorted(declared)) if isinstance(declared, frozenset) else declared
                 return "absent", f"{name} is declared as {shown}, not {value}"
-    wanted = [mark.args[0] for mark in item.iter_markers("mode")]
+    wanted = [mark.args[0] for mark in marks(owner, test, "mode")]
     if wanted and not set(wanted) & set(judged.subject.modes):
         reach = {"in-process": "same_process", "two-processes": "cross_process"}[wanted[0]]
         refused = getattr(judged.subject, "refused", {}).get(reach)
@@ -497,6 +556,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     finally:
         item.obj = test  # type: ignore[attr-defined]
     if not entered:
+        item.stash[_TAMPERED] = True
         raise RuntimeError("something else than pytest answered for a standard test, whose body did not run")
     return result
 
@@ -514,20 +574,24 @@ def pytest_runtest_makereport(
     raised = call.excinfo is not None and not isinstance(call.excinfo.value, pytest.skip.Exception)
     if raised and not report.failed:
         # what was raised counts, whatever somebody else has made of the report
+        item.stash[_TAMPERED] = True
         report.outcome = "failed"
         report.longrepr = f"{result.id} failed, and something else than the kit reported otherwise: {call.excinfo}"
     if report.failed:
         _failed(report, call, result)
+        _tell_events(item, report, result)
         if result.replay:
             report.sections.append(("to replay it", result.replay))
     elif report.skipped:
         gate = item.stash.get(_GATE, None)
         if gate is None:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            item.stash[_TAMPERED] = True
             report.outcome = "failed"
             report.longrepr = f"{result.id} is a standard test, and something else than the kit skipped it: {reason}"
             result.outcome, result.message = "failed", report.longrepr
         elif gate[0] == "unavailable" and item.config.getoption("--require-env"):
+            item.stash[_TAMPERED] = True
             report.outcome = "failed"
             report.longrepr = f"--require-env: {result.id} needs what is not here: {gate[1]}"
             result.outcome, result.message = "failed", report.longrepr
@@ -536,7 +600,8 @@ def pytest_runtest_makereport(
     elif report.when == "call":
         result.outcome = "passed"
     known = item.stash.get(_KNOWN, None)
-    if known is not None:
+    # what the kit says of how the test was run is no failure of what is judged
+    if known is not None and not item.stash.get(_TAMPERED, False):
         _known(report, result, known)
     return report
 
@@ -563,6 +628,17 @@ def _failed(report: pytest.TestReport, call: pytest.CallInfo[None], result: Resu
         report.sections.append((f"{clause} says", clauses()[clause].text))
     if result.troubleshooting:
         report.sections.append(("troubleshooting", result.troubleshooting))
+
+
+def _tell_events(item: pytest.Item, report: pytest.TestReport, result: Result) -> None:
+    """What each end has heard, unless the message has it already."""
+    if report.when != "call":
+        return
+    ends: Any = getattr(item, "funcargs", {}).get("ends")
+    stories = [end.story() for end in getattr(ends, "opened", ())]
+    result.events = "\n".join(story for story in stories if story not in result.message)
+    if result.events:
+        report.sections.append(("what each end has heard", result.events))
 
 
 def _known(report: pytest.TestReport, result: Result, known: KnownFailure) -> None:
@@ -594,6 +670,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if not kit.results or session.config.option.collectonly:
         if kit.judged and not session.config.option.collectonly:
             kit.problems.append("no standard test ran")
+        if kit.problems and not session.config.option.collectonly:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return
     if not kit.partial:
@@ -624,16 +701,20 @@ def _mandatory(kit: Kit) -> list[str]:
         if judged.unavailable:
             continue
         levels = {owner.level for owner in judged.tests.values()}  # type: ignore[attr-defined]
-        ran = {
-            clause
-            for result in kit.results.values()
-            if result.nodeid.startswith(judged.nodeid + "::") and result.outcome in ("passed", "failed", "known")
-            for clause in result.clauses
-        }
+        tried: dict[str, set[str]] = {}
+        for result in kit.results.values():
+            if result.nodeid.startswith(judged.nodeid + "::"):
+                for clause in result.clauses:
+                    tried.setdefault(clause, set()).add(result.outcome)
         for level in sorted(levels):
-            missing = [clause for clause in MANDATORY[level] if clause not in ran]
-            if missing:
+            seen = {clause: tried.get(clause, set()) & {"passed", "failed", "known"} for clause in MANDATORY[level]}
+            if missing := [clause for clause, outcomes in seen.items() if not outcomes]:
                 problems.append(f"{judged.name}: no test of a mandatory clause ran: {', '.join(missing)} ({level})")
+            if excused := [clause for clause, outcomes in seen.items() if outcomes == {"known"}]:
+                problems.append(
+                    f"{judged.name}: known failures excuse tests, not a mandatory clause of which no test passes:"
+                    f" {', '.join(excused)} ({level})"
+                )
     return problems
 
 
@@ -655,7 +736,7 @@ def _verdict(config: pytest.Config) -> Verdict:
 
 def _write(folder: Path, verdict: Verdict) -> None:
     content = {
-        "verdict": verdict.sentence, "conforms": verdict.conforms, "partial": verdict.partial,
+        "verdict": verdict.sentence, "conforms": verdict.conforms, "partial": verdict.partial, "tried": verdict.tried,
         "subjects": verdict.subjects,
         "environment": verdict.header, "problems": verdict.problems, "seconds": round(verdict.seconds, 2),
         "clauses": [{"id": row.id, "verdict": row.word, **row.counts} for row in verdict.rows],

@@ -65,8 +65,9 @@ class PeerProcess:
             )  # fmt: skip
         self._pipe = Connection(ours.detach())
         self._pipe.send([entry or str(Path.cwd()) for entry in sys.path])
-        #: What it was made ready for.
+        #: What it was made ready for, and the connectors that have done everything there once.
         self.kind = kind
+        self.warm: set[str] = set()
         self._ready = False
         self._warming = kind != "host"
         if self._warming:
@@ -410,6 +411,10 @@ def open_remote_end(
     bound = ANSWER_BOUND if subject.memory == "host" else DEVICE_BOUND
     try:
         need = subject.need("two-processes")
+        if subject.title not in process.warm:
+            process.warm.add(subject.title)
+            meet = "same_process" in subject.reaches
+            process.call("meet", subject.reference, options, need, meet, bound=bound)
         capabilities = process.call("open", subject.reference, options, need, peer, how, bound=bound)
     except BaseException:
         process.kill()

@@ -176,11 +176,15 @@ class Witness:
             if receipt.sequence < 0:
                 self.note("T3", f"a receipt for sequence {receipt.sequence}")
         waiting = self._pass("outstanding", self.connector.outstanding)
-        if not self._raised and waiting > len(self._open):
+        if not self._raised and waiting != len(self._open):
             self.note(
                 "T5",
-                f"outstanding() says {waiting}, while {len(self._open)} accepted chunks have had no completion: what is"
-                " counted up for a chunk is not counted down again",
+                f"outstanding() says {waiting}, while {len(self._open)} accepted chunks have had no completion: "
+                + (
+                    "what is counted up for a chunk is not counted down again"
+                    if waiting > len(self._open)
+                    else "a chunk counts until poll() has returned its completion, or close() goes through under it"
+                ),
             )
         return progress
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvbaton.cli.conformance import Order, command
 
-PART = ("-k", "test_a_chunk_ends_once", "--level", "connector")
+PART = ("-k", "test_a_chunk_ends_once", "--partial", "--level", "connector")
 
 
 def test_a_part_of_the_suite_with_a_report(kvbaton, tmp_path, capfd):
@@ -17,6 +17,13 @@ def test_a_part_of_the_suite_with_a_report(kvbaton, tmp_path, capfd):
     verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
     assert (verdict["conforms"], verdict["partial"]) == (False, True)
     assert (tmp_path / "out" / "conformance.html").is_file()
+
+
+def test_a_part_that_passes_is_no_success_unless_it_was_meant(kvbaton, capfd):
+    result = kvbaton("conformance", "loopback", *(word for word in PART if word != "--partial"))
+    assert result.exit_code == 3, capfd.readouterr().out
+    assert "NO VERDICT on loopback: a part of the suite passed" in capfd.readouterr().out
+    assert "that was a part of the suite, which is no verdict" in result.stderr
 
 
 def test_a_connector_in_the_folder_it_is_called_from(kvbaton, tmp_path, monkeypatch, capfd):
@@ -44,6 +51,7 @@ def test_options_come_from_the_file_where_it_names_the_same_transport(kvbaton, t
         (("loopback", "--level", "engine"), "write connector, handoff or all"),
         (("loopback", "--memory", "disk"), "write host or cuda"),
         (("loopback", "--memory", "cuda"), "moves host memory only, and cuda memory is asked for"),
+        (("loopback", "--partial"), "it goes with -k"),
         ((), "which connector?"),
     ],
 )

@@ -84,6 +84,8 @@ class Trial:
     seconds: float = 0.0
     #: Why it ended early: it was killed, or died.
     ended: str = ""
+    #: A word that it did not finish.
+    cut: str = ""
 
     @property
     def caught(self) -> Failure | None:
@@ -171,7 +173,12 @@ class _Running:
         trial = self.trial
         trial.seconds = time.monotonic() - self.started
         for line in self.said.splitlines():
-            word = json.loads(line)
+            try:
+                word = json.loads(line)
+            except ValueError:
+                # it was killed, or died, while it said this: of what came before nothing is lost
+                trial.cut = line.decode(errors="replace")[:100]
+                continue
             if "died" in word:
                 trial.ended = word["died"]
                 continue
@@ -182,6 +189,8 @@ class _Running:
             trial.ended = f"hung: killed after {trial.limit:g} s"
         elif status and not trial.ended:
             trial.ended = f"died: status {status}"
+        if trial.cut:
+            trial.ended = f"{trial.ended or 'ended'}, in the middle of a word: {trial.cut!r}"
         return trial
 
 
@@ -222,7 +231,7 @@ def _run(trial: Trial, items: Sequence[Any], say: Callable[[bytes], object]) -> 
     if not items:
         return
     kit = items[0].config.stash[KIT]
-    kit.warm |= set(kit.judged)  # what the first test leaves behind counts as well
+    kit.warm |= set(kit.judged)  # the process that was forked has imported everything
     for descriptor in Path("/proc/self/fd").iterdir():
         own(descriptor=int(descriptor.name))
     with contextlib.ExitStack() as stack:

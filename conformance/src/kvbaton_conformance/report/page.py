@@ -68,6 +68,7 @@ def _failure(result: Result) -> str:
         ("expected", _text(result.expected)),
         ("seen", f"<pre>{_text(result.seen)}</pre>" if result.seen else ""),
         ("where to look", _text(result.look)),
+        ("what each end had heard", f"<pre>{_text(result.events)}</pre>" if result.events else ""),
         ("such failures are often", f"<pre>{_text(result.troubleshooting)}</pre>" if result.troubleshooting else ""),
         ("to replay it", f"<pre>{_text(result.replay)}</pre>"),
     ]

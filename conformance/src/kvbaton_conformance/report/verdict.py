@@ -38,6 +38,8 @@ class Result:
     expected: str = ""
     seen: str = ""
     look: str = ""
+    #: What each end had heard, where the message does not say so already.
+    events: str = ""
     #: What the test's docstring says about such failures.
     troubleshooting: str = ""
     replay: str = ""
@@ -89,8 +91,12 @@ class Verdict:
 
     @property
     def conforms(self) -> bool:
-        tried = self.count("passed") + self.count("known")
-        return bool(tried) and not (self.partial or self.problems or self.count("failed"))
+        return bool(self.tried) and not (self.partial or self.problems or self.count("failed"))
+
+    @property
+    def tried(self) -> int:
+        """Tests that could be tried here."""
+        return self.count("passed") + self.count("known") + self.count("failed")
 
     @property
     def reasons(self) -> list[str]:
@@ -113,12 +119,15 @@ class Verdict:
             return f"NO VERDICT on {who}: {self.problems[0]}"
         if not self.results:
             return "NO VERDICT: no standard test ran"
-        if not self.count("passed") + self.count("known"):
+        if not self.tried:
             return f"NO VERDICT on {who}: nothing could be tried here"
         if self.partial:
             return f"NO VERDICT on {who}: a part of the suite passed ({self.count('passed')} tests)"
         known = self.count("known")
-        return f"{who} CONFORMS" + (f", but for {known} known failures" if known else "")
+        if not known:
+            return f"{who} CONFORMS"
+        of = ", ".join(row.id for row in self.rows if row.counts["known"])
+        return f"{who} CONFORMS EXCEPT for {known} known failures of {self.tried} tests, clauses {of}"
 
 
 def rows(results: Sequence[Result]) -> list[ClauseRow]:

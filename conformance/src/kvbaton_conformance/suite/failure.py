@@ -11,6 +11,7 @@ from kvbaton.connector import Chunk, Outcome
 from kvbaton.identity import new_transfer_id
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.harness import Pair
+from kvbaton_conformance.suite.quiet import a_joined_source_becomes_quiet
 from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
 from kvbaton_conformance.traffic import Traffic
 from kvbaton_conformance.two_process import RemoteEnd
@@ -90,7 +91,7 @@ class Failure(ConnectorTopic):
             ended[late.transfer, late.sequence].outcome is Outcome.FAILED, "T7", "a chunk for a dead peer did not fail"
         )
 
-    @pytest.mark.clause("T7", "C6.4")
+    @pytest.mark.clause("T7", "C6.4", "T13")
     @pytest.mark.mode("two-processes")
     def test_a_killed_source_is_an_event_at_the_target_and_then_quiet(self, ends: Ends, draw: random.Random) -> None:
         """The source is killed with chunks under way.  Once the target has disconnected from it and heard *quiet*, its
@@ -105,16 +106,7 @@ class Failure(ConnectorTopic):
         traffic.submit()
         assert isinstance(pair.source, RemoteEnd)
         pair.source.kill()
-        pair.pump_until(lambda: pair.target.told_down(pair.source.peer), "T7: a killed source is down at the target")
-        pair.target.guard.fenced(pair.source.peer)
-        pair.target.guard.disconnect(pair.source.peer)
-        if pair.target.guard.capabilities.quiet == "never":
-            return
-        pair.pump_until(lambda: pair.target.told_quiet(pair.source.peer), "C6.4: a joined peer becomes quiet")
-        pair.target.memory.poison()
-        before = pair.target.memory.image()
-        pair.pump_idle(60)
-        pair.target.memory.untouched(before, "C6.4")
+        a_joined_source_becomes_quiet(pair)
 
     @pytest.mark.clause("T7")
     @pytest.mark.mode("two-processes")

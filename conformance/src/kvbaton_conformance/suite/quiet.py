@@ -64,7 +64,7 @@ class Quiet(ConnectorTopic):
         pair.source.guard.fenced(pair.target.peer)
         pair.pump_until(lambda: all(one.over for one in sent), "T7: what was under way to it ends")
 
-    @pytest.mark.clause("C6.4", "T7")
+    @pytest.mark.clause("C6.4", "T7", "T13")
     @pytest.mark.mode("two-processes")
     def test_what_a_dead_source_has_sent_is_written_before_quiet_or_never(self, ends: Ends) -> None:
         """20 chunks have left; the source is killed; only then does the target look.  Once it hears *quiet*, its memory
@@ -78,16 +78,30 @@ class Quiet(ConnectorTopic):
         assert isinstance(pair.source, RemoteEnd)
         pair.source.kill()
         pair.unclog()
-        pair.pump_until(lambda: pair.target.told_down(pair.source.peer), "T7: a killed source is down at the target")
-        pair.target.guard.fenced(pair.source.peer)
-        pair.target.guard.disconnect(pair.source.peer)
-        if pair.target.guard.capabilities.quiet == "never":
-            return
-        pair.pump_until(lambda: pair.target.told_quiet(pair.source.peer), "C6.4: a joined peer becomes quiet")
-        pair.target.memory.poison()
-        before = pair.target.memory.image()
+        a_joined_source_becomes_quiet(pair)
+
+
+def a_joined_source_becomes_quiet(pair: Pair) -> None:
+    """The source was killed and joined: the target hears of it, fences it, hears *quiet*, and its memory is its own.
+
+    Where ``quiet="never"`` is declared it must not hear that, or more is kept than is declared.
+    """
+    source, target = pair.source.peer, pair.target
+    pair.pump_until(lambda: target.told_down(source), "T7: a killed source is down at the target")
+    target.guard.fenced(source)
+    target.guard.disconnect(source)
+    if target.guard.capabilities.quiet == "never":
         pair.pump_idle(60)
-        pair.target.memory.untouched(before, "C6.4")
+        require(
+            not target.told_quiet(source), "T13", "a dead peer is said to be quiet, and quiet=never is declared",
+            expected="down, not quiet", seen=target.story(), look="the capability quiet, or what says quiet",
+        )  # fmt: skip
+        return
+    pair.pump_until(lambda: target.told_quiet(source), "C6.4: a joined peer becomes quiet")
+    target.memory.poison()
+    before = target.memory.image()
+    pair.pump_idle(60)
+    target.memory.untouched(before, "C6.4")
 
 
 def _under_way(pair: Pair) -> list[Sent]:

@@ -16,6 +16,10 @@ Markers that the kit understands:
     The test needs what the running connector may or may not declare; it is *absent* where it does not.
 ``mode("in-process")``, ``mode("two-processes")``
     The test makes sense with the ends placed so, and only so.
+``absent_where(reason=function)``
+    ``function(subject)`` says why the test makes no sense for what is judged; nothing where it does.
+
+They count where they stand at the test's function in the suite.  What anybody else adds to a collected test does not.
 
 A failure is raised with :func:`kvbaton_conformance.clauses.require`, so that its message begins with the clause and
 says what was expected, what was seen and where to look.
@@ -48,6 +52,7 @@ from kvbaton_conformance.harness import (
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.subject import Mode, Reference, Subject, SubjectRefused, resolve
 from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
+from kvbaton_conformance.warm_up import warm_up
 
 #: Where standard tests are defined.
 SUITE = "kvbaton_conformance.suite"
@@ -83,17 +88,22 @@ class Conformance:
         """
         raise SubjectRefused(f"{cls.__name__} belongs to no level of the kit: derive it from one of its classes")
 
+    @classmethod
+    def warm_up(cls, subject: Any) -> None:
+        """Let ``subject`` do everything once in this process, before the first test of a class."""
+
     @pytest.fixture(autouse=True)
     def nothing_is_left(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """Nothing that was not there before is there after a test (T10).
 
-        What the first test of a run leaves may be what a library keeps once per process; later ones leave nothing.
+        What a library keeps once per process is there before the first test: :meth:`warm_up`.
         """
-        from kvbaton_conformance.plugin import has_failed, warmed_up
+        from kvbaton_conformance.plugin import be_warm, has_failed
 
+        be_warm(request.node)
         before = holdings()
         yield
-        if not warmed_up(request.node) or has_failed(request.node):
+        if has_failed(request.node):
             return
         if left := left_behind(before):
             raise ClauseBroken(
@@ -135,6 +145,10 @@ class ConnectorSubject(Conformance):
     #: Where set, a connector whose ``probe`` says no is skipped with this reason (and is an error under
     #: ``--require-env``); where not, it is an error always.
     needs_hardware: ClassVar[str] = ""
+
+    @classmethod
+    def warm_up(cls, subject: Subject) -> None:
+        warm_up(subject.plugin, subject.options, subject.memory, meet="in-process" in subject.modes)
 
     @classmethod
     def subject_for(cls, config: pytest.Config) -> Subject:

@@ -310,6 +310,9 @@ def conformance_command(
     select: Annotated[
         str | None, typer.Option("-k", metavar="EXPRESSION", help="Only tests that match: a look, not a verdict.")
     ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="With -k: exit status 0, not 3, where the part passes.")
+    ] = False,
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="DIR", help="Write the verdict there: a page, JSON, JUnit, a badge."),
@@ -324,7 +327,11 @@ def conformance_command(
     verbose: Annotated[bool, typer.Option("--verbose", help="A line for each test.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Judge a connector by the contract, clause by clause: exit status 0 where it conforms, 1 where it does not."""
+    """Judge a connector by the contract, clause by clause.
+
+    Exit status 0 where it conforms, 1 where it does not, 2 where there is nothing to judge, 3 where a part of the suite
+    (-k) has passed, which is no verdict.
+    """
     _begin(debug)
     with explained(debug=debug):
         from kvbaton.cli.conformance import Order, judge
@@ -345,7 +352,10 @@ def conformance_command(
                 key="transport.name", origin=None,
             )  # fmt: skip
         options.update(assignments("--transport-option", transport_option or ()))
-        status = judge(Order(name, options, level, select, report, known_failures, seed, require_env, verbose, memory))
+        if partial and select is None:
+            raise SettingsError("--partial: it goes with -k, which chooses the part", key="", origin=None)
+        order = Order(name, options, level, select, report, known_failures, seed, require_env, verbose, memory, partial)
+        status = judge(order)
     raise typer.Exit(status)
 
 

@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK
+from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, say
 from kvbaton.connector import MemoryKind, Need
 from kvbaton.errors import ConfigurationError, PluginUnavailable
 from kvbaton.plugins import choose_connector
+
+#: Exit status: nothing failed, and not everything was tried.
+NO_VERDICT = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Order:
     require_env: bool = False
     verbose: bool = False
     memory: str = "host"
+    #: A part of the suite that passes is what was asked for, although it is no verdict.
+    partial: bool = False
 
 
 def command(order: Order, report: Path) -> list[str]:
@@ -65,7 +70,10 @@ def command(order: Order, report: Path) -> list[str]:
 
 
 def judge(order: Order) -> int:
-    """Run the suite and say the verdict.  The exit status: 0 conforms; 1 does not; 2 there was nothing to judge.
+    """Run the suite and say the verdict.
+
+    The exit status: 0 conforms; 1 does not; 2 there was nothing to judge; 3 no verdict, because only a part was looked
+    at and nothing in it failed, which is 0 where ``order.partial`` says that this is meant.
 
     Raises :class:`~kvbaton.errors.ConfigurationError` where the kit is not installed or the connector cannot be chosen.
     """
@@ -94,7 +102,16 @@ def judge(order: Order) -> int:
         verdict = json.loads(verdict_file.read_text(encoding="utf-8"))
     if order.report is not None:
         print(f"report: {order.report / 'conformance.html'}")
-    return OK if status == 0 and (verdict["conforms"] or verdict["partial"]) else FAILED
+    if status == 0 and verdict["conforms"]:
+        return OK
+    if status == 0 and not verdict["tried"]:
+        return BAD_INPUT
+    if status == 0 and verdict["partial"]:
+        if order.partial:
+            return OK
+        say("that was a part of the suite, which is no verdict: exit status 3, or 0 with --partial")
+        return NO_VERDICT
+    return FAILED
 
 
 def _look(order: Order) -> None:

@@ -118,9 +118,7 @@ class Replay(DeploymentTopic):
         boundaries.committed(world)
         if lie == "a second reservation":
             reserve = world.letters(messages.Reserve)[0]
-            again = messages.Reserve(
-                reserve.transfer, reserve.ordinal + 1, reserve.request, reserve.budget, reserve.source
-            )
+            again = messages.Reserve(reserve.transfer, reserve.ordinal + 1, reserve.request, reserve.source)
             world.resend("decode-0", again)
             world.coordinator.peers()  # its own numbers are now behind D's: no more is reserved there
         else:

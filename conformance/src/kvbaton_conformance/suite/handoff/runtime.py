@@ -112,13 +112,10 @@ class Fleet:
             require(not lies, "C7.4", f"{name} saw the protocol broken", seen=lies)
 
     def pid(self, name: str) -> int:
-        return int(self._handle(name).pid)
-
-    def _handle(self, name: str) -> Any:
-        return next(handle for peer, handle in self.runtime._service._handles.items() if peer.name == name)
+        return self.runtime.stage(name).pid
 
     def statuses(self) -> Mapping[str, int | None]:
-        return {peer.name: handle.exit_status() for peer, handle in self.runtime._service._handles.items()}
+        return {name: self.runtime.stage(name).status for name in self.runtime.stages}
 
 
 OpenFleet = Callable[..., Fleet]
@@ -222,7 +219,7 @@ class Runtime(HandoffTopic):
         first = draw.randrange(1, 5)
         fleet.run_until(lambda: len(fleet.ends) >= first, "C6.7: the first requests end")
         os.kill(fleet.pid(victim), how)
-        fleet.run_until(lambda: fleet._handle(victim).exit_status() is not None, "C6.4: it is killed and joined")
+        fleet.run_until(lambda: fleet.statuses()[victim] is not None, "C6.4: it is killed and joined")
         fleet.run_until(fleet.all_ended, "C6.4: every request ends although a stage is dead")
         for key, record in fleet.ends.items():
             fleet.check_answer(key)
