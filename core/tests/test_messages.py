@@ -23,7 +23,7 @@ REQUEST = Request((1, 2, 3), SamplingParams(max_tokens=5, stop=("x",), stop_toke
 HELD = Reservation(T, ((0, 1), (2, 3)), 16, 4)
 
 ONE_OF_EACH = [
-    messages.Reserve(T, 1, REQUEST, 4, PEER),
+    messages.Reserve(T, 1, REQUEST, PEER),
     messages.Reserved(HELD),
     messages.Rejected(T, "full", retry=True),
     messages.Prefill(T, 2, REQUEST, HELD, PEER),
@@ -45,8 +45,8 @@ ONE_OF_EACH = [
     messages.Disconnect(PEER),
     messages.Stop(),
     messages.Fatal("quarantine"),
-    messages.Call("c1", "s1", "statistics", {"deep": [1, {"a": None}]}),
-    messages.Reply("c1", "s1", {"blocks": 3}),
+    messages.Call("c1", "s1", "statistics"),
+    messages.Reply("c1", "s1", {"blocks": 3, "deep": [1, {"a": None}]}),
     messages.Reply("c1", "s1", error="no such method"),
 ]
 
@@ -176,7 +176,7 @@ def test_a_hostile_nesting_is_refused():
 @pytest.mark.clause("C9.3")
 def test_a_value_that_cannot_travel_is_the_callers_error():
     with pytest.raises(LocalProtocolError, match="cannot travel"):
-        encode(envelope(1, 1, messages.Call("c", "s", "m", {"x": object()})))
+        encode(envelope(1, 1, messages.Reply("c", "s", {"x": object()})))
     with pytest.raises(LocalProtocolError, match="cannot travel"):
         encode(envelope(1, 1, messages.Commit(T, 1 << 80)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -293,6 +294,27 @@ def test_statistics_report_a_stage_that_does_not_answer(slow_decode: threading.E
         assert "no reply within deadline.control" in books["decode-0"]["error"]
         assert books["prefill-0"]["engine"]["blocks_total"] == 256
         slow_decode.set()
+
+
+@pytest.mark.clause("C9.2")
+def test_health_is_told_by_a_stage_whose_engine_is_in_a_step(slow_decode: threading.Event) -> None:
+    with PDRuntime.start(settings(deadline__control=5.0)) as runtime:
+        key = runtime.add_request(SHORT)
+        until(lambda: runtime.health()["decode-0"].get("step_seconds", 0.0) > 0)
+        health = runtime.health()
+        assert [health[name]["healthy"] for name in runtime.stages] == [True, True]
+        assert health["coordinator"]["live"] == 1
+        slow_decode.set()
+        list(runtime.stream(key))
+
+
+def test_how_a_stage_stands_is_known_without_asking_it(runtime: PDRuntime) -> None:
+    state = runtime.stage("decode-0")
+    assert (state.name, state.pid, state.status, state.log) == ("decode-0", os.getpid(), None, ())
+    with pytest.raises(LocalProtocolError, match="there is no stage 'decode-9'; there are prefill-0, decode-0"):
+        runtime.stage("decode-9")
+    runtime.close()
+    assert runtime.stage("decode-0").status == 0
 
 
 def test_observers_hear_of_every_request_and_milestone() -> None:

@@ -8,16 +8,23 @@ held; every other one passes.
 Stage and test speak through a folder: the stage makes a file named after the point once the request is there, and holds
 it until there is a file ``go``.  A held engine is a model step that takes long: its thread computes nothing else, while
 the pump goes on.
+
+On :data:`SEIZE` a stage hangs as under a library that never gives the interpreter back: nothing of Python runs in it,
+neither its engine nor its pump, and its process lives, so that ZeroMQ's own thread answers heartbeats.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict
@@ -33,6 +40,7 @@ from kvbaton.connector import (
 )
 from kvbaton.engine import Admission, Role, StepOutput
 from kvbaton.identity import TransferId
+from kvbaton_conformance import shared_memory
 from kvbaton_conformance.gate import Gate
 from kvbaton_conformance.scripted import ScriptedEngine
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, ScriptedPlugin
@@ -44,6 +52,9 @@ DIE = 49_998
 LAST_WORDS = "the device has fallen off the bus"
 STATUS = 3
 GO = "go"
+#: Makes a stage seize its interpreter; it makes a file named so and after its process before.
+SEIZE = signal.SIGUSR1
+SEIZED = "seized-"
 #: Seconds after which a held request goes on although nobody said so: a test that died must not leave processes behind.
 PATIENCE = 60.0
 _LOOK_INTERVAL = 0.002
@@ -99,6 +110,15 @@ class _Place:
         give_up = time.monotonic() + PATIENCE
         while not self.gone and time.monotonic() < give_up:
             time.sleep(_LOOK_INTERVAL)
+
+
+def _seize_on_signal(folder: Path) -> None:
+    def seize(_number: int, _frame: FrameType | None) -> None:
+        (folder / f"{SEIZED}{os.getpid()}").touch()
+        ctypes.PyDLL(None).sleep(int(PATIENCE))  # a call that keeps the interpreter's lock
+
+    if threading.current_thread() is threading.main_thread():  # else it is a thread of somebody's process
+        signal.signal(SEIZE, seize)
 
 
 class HaltingEngine(ScriptedEngine):
@@ -158,6 +178,7 @@ class HaltingPlugin(ScriptedPlugin):
         assert isinstance(opened, HaltingEngine)
         assert isinstance(options, HaltingOptions)
         opened.place = _Place(options.folder, options.point)
+        _seize_on_signal(Path(options.folder))
         return opened
 
 
@@ -180,6 +201,7 @@ class _Halting(Gate):
         return taken
 
     def poll(self) -> Progress:
+        shared_memory.notice_now_and_then()
         if self._held and self._place.gone:
             self.let_go()
         return super().poll()
@@ -212,6 +234,7 @@ class HaltingConnectorPlugin:
         need = Need("host" if context.device is None else "cuda", "cross_process")
         plugin, valid = choose_connector(options.named, need, dict(options.options))
         place = _Place(options.folder, options.point)
+        shared_memory.join()  # what a killed stage leaves behind is known
         return cast("TransferConnector", _Halting(plugin.open(valid, context), place))
 
 

@@ -1,7 +1,8 @@
 """Stages that are killed or stopped at each point of a hand-off, over any connector between processes.
 
 A *cell* is a point (:class:`~kvbaton_conformance.halt.Point`), a victim (the prefill stage, the decode stage, or both)
-and a signal (SIGKILL, or SIGSTOP: a process that hangs).  Each cell is a deployment of its own, with a second stage of
+and a signal (SIGKILL; SIGSTOP: a process that hangs; or :data:`~kvbaton_conformance.halt.SEIZE`: one whose interpreter
+hangs, so that its process still answers heartbeats).  Each cell is a deployment of its own, with a second stage of
 the victim's kind.  The request is held at the point, the victim gets the signal, and from then on
 
 - the request ends within a deadline: with its cause and the victim's name, or, where everything had arrived, with the
@@ -23,30 +24,30 @@ import argparse
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load, messages
+from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
+from kvbaton.cli.assignments import assignments
 from kvbaton.connector import Need
 from kvbaton.errors import KvbatonError
 from kvbaton.handoff.table import Milestones
 from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
-from kvbaton.service import _Census
+from kvbaton_conformance import shared_memory
 from kvbaton_conformance.clauses import ClauseBroken, require
-from kvbaton_conformance.halt import GO, MARK, Point
+from kvbaton_conformance.halt import GO, MARK, SEIZE, SEIZED, Point
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
 from kvbaton_conformance.suite.handoff.runtime import Fleet
@@ -54,16 +55,20 @@ from kvbaton_conformance.suite.handoff.runtime import Fleet
 Victim = Literal["prefill", "decode", "both"]
 
 #: Seconds of each phase: a hung stage is found within these.  A stage that is found by none of them (nothing is asked
-#: of it) answers no heartbeat.
-PHASE, DRAIN, HEARTBEAT, SHUTDOWN = 2.0, 2.0, 3.0, 6.0
+#: of it) answers no heartbeat, or where its interpreter alone hangs no call.  A seized stage must not be found by its
+#: silence before the one that waits for it is overdue: hence the long ``deadline.step``.
+PHASE, DRAIN, CONTROL, HEARTBEAT, STEP, SHUTDOWN = 2.0, 2.0, 2.0, 3.0, 8.0, 6.0
 #: What the machine may add to a deadline, being busy with other things.
 SLACK = 2.0
 
 _DEADLINES = {
     "deadline.reserve": PHASE, "deadline.prefill_start": PHASE, "deadline.prefill_idle": PHASE,
     "deadline.chunk": PHASE, "deadline.receipts": PHASE, "deadline.drain": DRAIN, "deadline.shutdown": SHUTDOWN,
-    "control.heartbeat": HEARTBEAT,
+    "deadline.control": CONTROL, "deadline.step": STEP, "control.heartbeat": HEARTBEAT,
 }  # fmt: skip
+#: Within these a victim is found.  Silence takes five of the four questions in ``deadline.step``, and one may be out.
+_FOUND = {signal.SIGKILL: 0.0, signal.SIGSTOP: max(PHASE + CONTROL, HEARTBEAT), SEIZE: 1.5 * STEP}
+_HOW = {signal.SIGKILL: "killed", signal.SIGSTOP: "hung", SEIZE: "seized"}
 
 #: The last milestone that the coordinator knows at each point.
 _KNOWN = {
@@ -89,7 +94,7 @@ class Cell:
     how: signal.Signals
 
     def __str__(self) -> str:
-        return f"{self.point.value}-{self.victim}-{'killed' if self.how is signal.SIGKILL else 'hung'}"
+        return f"{self.point.value}-{self.victim}-{_HOW[self.how]}"
 
     @property
     def victims(self) -> tuple[str, ...]:
@@ -127,12 +132,7 @@ class Cell:
         return None
 
 
-CELLS = tuple(
-    Cell(point, victim, how)
-    for victim in ("prefill", "decode", "both")
-    for point in Point
-    for how in (signal.SIGKILL, signal.SIGSTOP)
-)
+CELLS = tuple(Cell(point, victim, how) for victim in ("prefill", "decode", "both") for point in Point for how in _HOW)
 
 
 @dataclass(frozen=True)
@@ -261,15 +261,15 @@ class _Trial:
         self.signalled = time.monotonic()
         for pid in pids:
             os.kill(pid, self.cell.how)
-        if self.cell.how is signal.SIGSTOP:
+        if self.cell.how is not signal.SIGKILL:
             # the rest goes on as if nothing were: only a deadline can find out
-            self._until(lambda: all(_is_stopped(pid) for pid in pids), 1.0, "C6.7", "the victim stops")
+            self._until(lambda: all(map(self._hangs, pids)), 1.0, "C6.7", "the victim hangs")
             if not (self.cell.victim == "prefill" and self.cell.point is Point.COMMITTED):
                 self._go()  # else D lacks receipts until P is joined: with them it needs no P to give memory back
 
     def _survive(self) -> tuple[str, float, float]:
         cell, fleet = self.cell, self.fleet
-        bound = SLACK if cell.how is signal.SIGKILL else max(PHASE, HEARTBEAT) + SLACK
+        bound = _FOUND[cell.how] + SLACK
         if not cell.survives:
             self._until(fleet.all_ended, bound, "C6.7", "the request of a dead stage ends")
         told = time.monotonic() - self.signalled
@@ -278,7 +278,7 @@ class _Trial:
             self._check_held()
             self._go()
         # a stage that is asked for nothing but its memory is lost once that is overdue
-        self._until(self._joined, bound + DRAIN, "C6.4", "a hung stage is killed and joined")
+        self._until(self._joined, bound + DRAIN + CONTROL, "C6.4", "a hung stage is killed and joined")
         self._go()
         joined = time.monotonic() - self.signalled
         if cell.survives:
@@ -295,7 +295,7 @@ class _Trial:
         )  # fmt: skip
         cause = str(getattr(record.error, "cause", ""))
         # of a P that hangs after its commit D's silence is all that is known
-        unsure = cell.how is signal.SIGSTOP and cell.point is Point.COMMITTED and "deadline.receipts" in cause
+        unsure = cell.how is not signal.SIGKILL and cell.point is Point.COMMITTED and "deadline.receipts" in cause
         require(
             unsure or any(name in cause for name in cell.victims), "C6.3",
             "a failure does not name the stage that it lies with", expected=cell.victims, seen=cause,
@@ -321,27 +321,14 @@ class _Trial:
         busy = self.cell.survivor_busy
         if busy is None:
             return
-        self._hear_from(busy)
-        book = self.fleet.runtime._service.call(self.fleet.runtime._service._books)["credits"][busy]
+        # its pump answers although its engine is held: after all that it was told before, and has said what follows
+        answer = self.fleet.runtime.health()[busy]
+        require(answer.get("healthy") is True, "C9.2", f"{busy} is not well", seen=answer)
+        book = self.fleet.runtime.health()["coordinator"]["credits"][busy]
         require(
             book["blocks_out"] > 0 and book["slots_out"] > 0, "C2.5",
             f"{busy} is still busy with the request, and its credit is back", seen=book,
         )  # fmt: skip
-
-    def _hear_from(self, name: str) -> None:
-        """A stage's pump answers although its engine is held: after everything that it was told before, and has said
-        what follows from that."""
-        service = self.fleet.runtime._service
-        future: Future[dict[str, Any]] = Future()
-
-        def ask() -> None:
-            peer = self.fleet._handle(name).peer
-            service._channels.send(peer, messages.Call("health", "kill-matrix", "health"))
-            service._censuses.append(_Census(future, {peer: "health"}, time.monotonic() + SLACK, {}))
-
-        service.call(ask)
-        answer = future.result(2 * SLACK)
-        require(answer[name].get("healthy") is True, "C9.2", f"{name} is not well", seen=answer)
 
     def _serve_on(self) -> None:
         cell, fleet, watch = self.cell, self.fleet, self.watch
@@ -388,17 +375,20 @@ class _Trial:
         others = {name: statuses[name] for name in statuses if name not in cell.victims}
         require(not any(others.values()), "C6.2", "a survivor did not end with status 0", seen=statuses)
         for name in others:
-            lines = [line for line in fleet._handle(name).log_tail() if not any(v in line for v in cell.victims)]
+            log = fleet.runtime.stage(name).log
+            lines = [line for line in log if not any(v in line for v in cell.victims)]
             require(not lines, "T10", f"{name} printed what is not about the victim", seen=lines)
         left = [name for name, pid in pids.items() if Path(f"/proc/{pid}").exists()]
         require(not left, "C6.2", "processes are left", seen=left)
-        number = re.compile(r"(?<!\d)(" + "|".join(map(str, (os.getpid(), *pids.values()))) + r")(?!\d)")
-        objects = [path.name for path in Path("/dev/shm").iterdir() if number.search(path.name)]
-        require(not objects, "T10", "shared-memory objects are left", seen=objects)
         files = [str(path) for path in (self.folder / "control").iterdir()]
         require(not files, "T10", "files are left in the control directory", seen=files)
 
     # -- small -------------------------------------------------------------------------------------------------------
+
+    def _hangs(self, pid: int) -> bool:
+        if self.cell.how is SEIZE:
+            return (self.folder / f"{SEIZED}{pid}").exists()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def _joined(self) -> bool:
         return all(self.fleet.statuses()[name] is not None for name in self.cell.victims)
@@ -416,8 +406,12 @@ class _Trial:
             self.fleet.step()
 
 
-def _is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def shared_memory_left(before: Iterable[str]) -> list[str]:
+    """Shared-memory objects of this run that were not there ``before``: none, once all its cells are over (T10).
+
+    Not a cell's to look for: cells run side by side, and one's objects are those of the whole run.
+    """
+    return shared_memory.of_this_run(shared_memory.objects() - frozenset(before), ())
 
 
 def run_cell(cell: Cell, transport: str, options: Mapping[str, Any] | None = None) -> Outcome:
@@ -456,10 +450,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvbaton_conformance.kill_matrix")
     parser.add_argument("--transport", required=True, help="a connector, as transport.name names it")
     parser.add_argument("--options", type=json.loads, default={}, help="its options, as JSON")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="one of them; repeatable")
     parser.add_argument("--runs", type=int, default=1, help="how often the whole matrix is run")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
     parser.add_argument("--only", default="", help="cells whose name contains one of these, with commas")
     given = parser.parse_args(arguments)
+    options = {**given.options, **dict(assignments("--option", given.option))}
     logging.getLogger("kvbaton").addHandler(logging.NullHandler())
     logging.getLogger("kvbaton").propagate = False
     cells = [cell for cell in CELLS if any(part in str(cell) for part in given.only.split(","))]
@@ -468,15 +464,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     broken = 0
     for run in range(given.runs):
         began = time.monotonic()
-        with matrix([(given.transport, cell) for cell in cells], given.options, given.jobs) as futures:
+        with matrix([(given.transport, cell) for cell in cells], options, given.jobs) as futures:
             for (_, cell), future in futures.items():
                 try:
                     held[cell].append(future.result())
                 except Exception as error:
                     broken += 1
                     print(f"run {run + 1}, {cell}: {type(error).__name__}: {error}", flush=True)
-        # what other runs on this machine make meanwhile carries their numbers; each cell has looked for its own
-        left = [what for what in left_behind(before) if "/dev/shm/kvbaton-" not in what]
+        left = left_behind(before)
         broken += bool(left)
         print(f"run {run + 1}: {time.monotonic() - began:.1f} s, left behind: {left or 'nothing'}", flush=True)
     print(f"{'cell':34} {'held':>7} {'told':>6} {'joined':>6} {'closed':>6}  how the request ended")

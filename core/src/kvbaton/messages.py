@@ -50,14 +50,13 @@ class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_u
 class Reserve(_Message, frozen=True):
     """C to D: hold memory for ``transfer``; creates D's record.
 
-    ``budget``: blocks at the worst, prompt plus permitted growth (C2.4).  ``source``: the peer that will write;
-    receipts from any other are refused (C7.2), and D grants to it before it says ``Reserved``.
+    ``source``: the peer that will write; receipts from any other are refused (C7.2), and D grants to it before it says
+    ``Reserved``.
     """
 
     transfer: WireTransferId
     ordinal: Ordinal
     request: Request
-    budget: Annotated[int, msgspec.Meta(ge=0)]
     source: PeerId
 
 
@@ -233,14 +232,13 @@ class Fatal(_Message, frozen=True):
 
 
 class Call(_Message, frozen=True):
-    """C to stage: a generic call (statistics, profiling, health).  Its ids are never looked up among transfers
+    """C to stage: a generic call (statistics, health).  Its ids are never looked up among transfers
     (C1.5).
     """
 
     control_id: str
     session_id: str
     method: str
-    arguments: dict[str, Any] = {}
 
 
 class Reply(_Message, frozen=True):

@@ -76,7 +76,6 @@ class Placement:
     """A transport that was chosen together with how the stages are launched."""
 
     plugin: ConnectorPlugin
-    options: Any
     need: Need
     launch: Literal["inproc", "process", "remote"]
 
@@ -175,13 +174,13 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
         need = Need(kind, _REACHES[launch])
         try:
             if connector is None:
-                plugin, options = choose_connector(settings.transport, need)
+                plugin, _ = choose_connector(settings.transport, need)
             else:
-                plugin, options = choose_connector(connector, need, settings.transport.options)
+                plugin, _ = choose_connector(connector, need, settings.transport.options)
         except PluginUnavailable as error:
             refusal = error
             continue
-        return Placement(plugin, options, need, launch)
+        return Placement(plugin, need, launch)
     assert refusal is not None
     raise refusal
 

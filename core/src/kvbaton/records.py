@@ -1,4 +1,4 @@
-"""What a caller is told of a request: outputs as they come, and one record at the end."""
+"""What a caller is told: of a request its outputs as they come and one record at the end, of a stage how it stands."""
 
 from __future__ import annotations
 
@@ -46,3 +46,17 @@ class RequestOutput:
     finish_reason: str | None = None
     error: Exception | None = None
     record: RequestRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageState:
+    """A stage at one moment.
+
+    ``pid``: its process; this one where stages are threads, 0 on another host.  ``status``: None until its end was
+    joined; then its exit status, negative for the signal that killed it.  ``log``: its last lines, oldest first.
+    """
+
+    name: str
+    pid: int
+    status: int | None
+    log: tuple[str, ...]

@@ -27,11 +27,11 @@ from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused
 from kvbaton.hooks import Hooks
 from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.plugins import choose_engine
-from kvbaton.records import RequestOutput, RequestRecord
+from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.service import Service
 from kvbaton.settings import Settings
 
-__all__ = ["PDRuntime", "RequestOutput", "RequestRecord", "run_colocated"]
+__all__ = ["PDRuntime", "RequestOutput", "RequestRecord", "StageState", "run_colocated"]
 
 #: Where outputs of one request go.  Called on the coordinator's thread; must not block.
 Sink = Callable[[RequestOutput], None]
@@ -174,8 +174,20 @@ class PDRuntime:
 
     def statistics(self) -> dict[str, Any]:
         """Books of the coordinator and, by name, of every stage; a stage that did not answer in time has an
-        ``error``."""
-        return self._service.statistics()
+        ``error``.  An engine that is in a step answers after it."""
+        return self._service.ask("statistics")
+
+    def health(self) -> dict[str, Any]:
+        """As :meth:`statistics`, with the word of each stage's pump, which answers whatever its engine does:
+        ``healthy``, and ``step_seconds``, for how long its engine has been in one step."""
+        return self._service.ask("health")
+
+    def stage(self, name: str) -> StageState:
+        """How a stage stands, by what the coordinator has seen; asks nobody.
+
+        Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`.
+        """
+        return self._service.stage(name)
 
     def close(self) -> None:
         """Cancel what runs, stop and join every stage, in the order that keeps memory safe (C6.2).  Idempotent.

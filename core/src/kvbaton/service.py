@@ -50,7 +50,7 @@ from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.launch import Launcher, StageHandle, StageSpec
 from kvbaton.launch.pinning import pin
 from kvbaton.plugins import choose_placement
-from kvbaton.records import RequestOutput, RequestRecord
+from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.settings import Settings
 from kvbaton.stage.worker import forget_given, stage_specs
 
@@ -341,8 +341,14 @@ class Service:
             # the loop may be about to answer: who cancels first decides, and an answer that came first counts
             return False if future.cancel() else future.result()
 
-    def statistics(self) -> dict[str, Any]:
-        """C9.2: one reply or error of each stage within ``deadline.control``."""
+    def stage(self, name: str) -> StageState:
+        handle = next((h for peer, h in tuple(self._handles.items()) if peer.name == name), None)
+        if handle is None:
+            raise LocalProtocolError(f"there is no stage {name!r}; there are {', '.join(self.stages)}")
+        return StageState(name, handle.pid, handle.exit_status(), tuple(handle.log_tail()))
+
+    def ask(self, method: str) -> dict[str, Any]:
+        """C9.2: one reply or error of each stage within ``deadline.control``, and the coordinator's books."""
         future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
 
         def action() -> None:
@@ -351,7 +357,7 @@ class Service:
                 future, {}, time.monotonic() + self._settings.deadline.control, {"coordinator": self._books()}
             )
             for peer in peers:
-                call = messages.Call(f"statistics-{next(self._order)}", "runtime", "statistics")
+                call = messages.Call(f"{method}-{next(self._order)}", "runtime", method)
                 census.waiting[peer] = call.control_id
                 self._channels.send(peer, call)
             self._censuses.append(census)

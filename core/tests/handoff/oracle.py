@@ -238,7 +238,7 @@ def destination_machine(record: RealDestination | None, link: PeerLink, ordinal:
 
 
 def reserve_message(ordinal: int) -> wire.Reserve:
-    return wire.Reserve(T, ordinal, REQUEST, 1, P0)
+    return wire.Reserve(T, ordinal, REQUEST, P0)
 
 
 def _destination_events(machine: real_de.Destination, kind: str, arg: Any, delayed: bool) -> list:

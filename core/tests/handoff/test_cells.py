@@ -235,7 +235,7 @@ def destination(*steps: Callable[[Destination], object]) -> Callable[[], Destina
     def make() -> Destination:
         machine = Destination()
         machine.peer_up(P0)
-        machine.reserve(Reserve(OLD, 1, REQUEST, 1, P0))
+        machine.reserve(Reserve(OLD, 1, REQUEST, P0))
         machine.refused(OLD, "no", retry=False)
         for step in steps:
             step(machine)
@@ -245,7 +245,7 @@ def destination(*steps: Callable[[Destination], object]) -> Callable[[], Destina
 
 
 def ask(m: Destination) -> None:
-    m.reserve(Reserve(T, 5, REQUEST, 1, P0))
+    m.reserve(Reserve(T, 5, REQUEST, P0))
 
 
 def hold(m: Destination) -> None:
@@ -322,9 +322,9 @@ class After:
 
 STRANGER = PeerId("prefill-9", 1)
 DESTINATION_ACTS: dict[str, list[Callable[[Destination], list]]] = {
-    "Reserve": [lambda m: m.reserve(Reserve(T, 9, REQUEST, 1, P0))],
-    "Reserve, replayed": [lambda m: m.reserve(Reserve(T, 1, REQUEST, 1, P0))],
-    "Reserve, after Stop": [After(lambda m: m.stop(), lambda m: m.reserve(Reserve(T, 9, REQUEST, 1, P0)))],
+    "Reserve": [lambda m: m.reserve(Reserve(T, 9, REQUEST, P0))],
+    "Reserve, replayed": [lambda m: m.reserve(Reserve(T, 1, REQUEST, P0))],
+    "Reserve, after Stop": [After(lambda m: m.stop(), lambda m: m.reserve(Reserve(T, 9, REQUEST, P0)))],
     "Commit": [lambda m, n=n: m.commit(Commit(T, n)) for n in (1, 2, 0)],
     "Cancel": [lambda m: m.cancel(T)],
     "Release": [lambda m: m.release(T), After(closing_link, lambda m: m.release(T))],

@@ -144,7 +144,7 @@ def test_a_life_from_submit_to_forgotten():
     desk = Desk()
     effects = desk.submit("a", request(17, 16))
     t = desk.placed("a")
-    assert sent(effects) == [(D0, Reserve(t, 1, request(17, 16), 3, P0))]
+    assert sent(effects) == [(D0, Reserve(t, 1, request(17, 16), P0))]
     held = Reservation(t, ((0, 1, 2),), 0, 0)
     assert sent(desk.hear(D0, Reserved(held))) == [(P0, Prefill(t, 1, request(17, 16), held, D0))]
     assert {v.peer: (v.blocks_out, v.slots_out) for v in desk.c.peers()} == {P0: (2, 1), D0: (3, 1)}

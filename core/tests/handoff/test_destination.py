@@ -37,7 +37,7 @@ def held(t: TransferId) -> Reservation:
 
 def reserve(m: Destination, ordinal: int = 1, source: PeerId = P0) -> TransferId:
     t = new_transfer_id()
-    assert m.reserve(Reserve(t, ordinal, REQUEST, 2, source)) == [fx.Admit(t, REQUEST, 2)]
+    assert m.reserve(Reserve(t, ordinal, REQUEST, source)) == [fx.Admit(t, REQUEST)]
     return t
 
 
@@ -251,7 +251,7 @@ def test_without_a_coordinator_a_quiet_writer_frees_what_it_could_write():
     assert m.sources() == {P0}
     m.peer_down(P0, quiet=True)
     assert m.drained
-    assert m.reserve(Reserve(new_transfer_id(), 9, REQUEST, 1, P0))[0].message.cause == "this stage is stopping"
+    assert m.reserve(Reserve(new_transfer_id(), 9, REQUEST, P0))[0].message.cause == "this stage is stopping"
 
 
 @pytest.mark.clause("C5.2")

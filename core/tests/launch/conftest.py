@@ -46,7 +46,6 @@ class Launched:
         return StageSpec(
             name=name,
             role="prefill",
-            index=0,
             entry=f"stage_entries:{entry}",
             settings=settings,
             environment=environment or {},

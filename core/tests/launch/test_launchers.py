@@ -102,7 +102,7 @@ def test_close_ends_and_joins_what_still_runs(launched):
     ],
 )
 def test_an_entry_that_is_not_there_is_explained(launched, entry, text):
-    spec = StageSpec(name="prefill-0", role="prefill", index=0, entry=entry)
+    spec = StageSpec(name="prefill-0", role="prefill", entry=entry)
     if launched.kind == "inproc":
         with pytest.raises(StartupError, match=text):
             launched.launcher.start(spec)

@@ -128,9 +128,9 @@ def test_a_stage_starts_clean(processes, monkeypatch):
         [event, _] = processes.gather(2)
     finally:
         os.close(inheritable)
-    facts = event.message.arguments
+    facts = event.message.result
     assert facts["settings"] == {"depth": {"of": ["settings", 1, None]}}
-    assert (facts["role"], facts["index"], facts["device"]) == ("prefill", 0, "3")
+    assert (facts["role"], facts["device"]) == ("prefill", "3")
     assert facts["pid"] == handle.pid
     assert facts["session"] == handle.pid, "a session of its own, away from the terminal"
     assert facts["stdin"] == ""
@@ -143,7 +143,7 @@ def test_a_stage_starts_clean(processes, monkeypatch):
 def test_large_settings_fit_and_too_large_ones_are_refused(processes):
     handle = processes.start("describe", text="x" * 400_000)
     [event, _] = processes.gather(2)
-    assert event.message.arguments["settings"] == {"text": "x" * 400_000}
+    assert event.message.result["settings"] == {"text": "x" * 400_000}
     assert handle.join(20.0)
     with pytest.raises(StartupError, match="more than 1048576"):
         processes.start("describe", text="x" * 1_100_000)
@@ -186,7 +186,7 @@ _APPLICATION = """
     channels = ZmqCoordinatorChannels(directory=Path({directory!r}))
     launcher = ProcessLauncher(channels, orphan_grace={grace!r})
     settings = {{"note": {note!r}}}
-    spec = StageSpec(name="p", role="prefill", index=0, entry="stage_entries:" + {entry!r}, settings=settings)
+    spec = StageSpec(name="p", role="prefill", entry="stage_entries:" + {entry!r}, settings=settings)
     handle = launcher.start(spec)
     channels.send(handle.peer, Cancel("a" * 32))
     events = []
@@ -300,7 +300,7 @@ def test_the_order_survives_json():
     from kvbaton.launch.worker import Order
 
     order = Order(
-        spec=StageSpec(name="a", role="decode", index=1, entry="m:f", settings={"k": [1, {"x": None}]}),
+        spec=StageSpec(name="a", role="decode", entry="m:f", settings={"k": [1, {"x": None}]}),
         ticket=Ticket(address="ipc:///x", peer=PeerId("a", 2**62), coordinator_epoch=2**62 + 1, max_message=5),
         coordinator_pid=1,
         output=9,

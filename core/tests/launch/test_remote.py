@@ -7,7 +7,7 @@ from kvbaton.errors import KvbatonError, StageLost
 from kvbaton.launch import StageSpec
 from kvbaton.launch.remote import RemoteLauncher
 
-SPEC = StageSpec(name="prefill-0", role="prefill", index=0, entry="nowhere:nothing")
+SPEC = StageSpec(name="prefill-0", role="prefill", entry="nowhere:nothing")
 
 
 class Channels:

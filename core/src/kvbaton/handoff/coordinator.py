@@ -1033,14 +1033,13 @@ class Coordinator:
         transfer = self._new_id()
         request = waiting.request
         p.ledger.take(transfer, p.ledger.capacity.blocks_for(len(request.prompt)))
-        budget = d.ledger.capacity.blocks_for(request.max_length)
-        d.ledger.take(transfer, budget)
+        d.ledger.take(transfer, d.ledger.capacity.blocks_for(request.max_length))
         entry = _Entry(transfer, waiting, p, d)
         self._entries[transfer] = p.entries[transfer] = d.entries[transfer] = entry
         self._live[waiting.key] = entry
         d.ordinal += 1
         effects.append(Tell(waiting.key, transfer, Placed(p.id, d.id)))
-        effects.append(SendTo(d.id, Reserve(transfer, d.ordinal, request, budget, p.id)))
+        effects.append(SendTo(d.id, Reserve(transfer, d.ordinal, request, p.id)))
         effects.append(Reached(waiting.key, transfer, Milestones.PLACED))
         self._set_deadline(entry, self._reserve)
 

@@ -165,7 +165,7 @@ class Destination:
         if self._stopping:
             return [Send(Rejected(transfer, "this stage is stopping"))]
         self._records[transfer] = _Record(transfer, message.source, len(message.request.prompt))
-        return [Admit(transfer, message.request, message.budget)]
+        return [Admit(transfer, message.request)]
 
     def commit(self, message: Commit) -> Effects:
         """The number of chunks is known."""

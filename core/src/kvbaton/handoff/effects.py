@@ -144,7 +144,6 @@ class Admit(Effect, frozen=True, gc=False):
 
     transfer: TransferId
     request: Request
-    budget: int
 
 
 class Grant(Effect, frozen=True, gc=False):

@@ -36,7 +36,6 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: str
-    index: int
     entry: str
     settings: Mapping[str, Any] = {}
     environment: Mapping[str, str] = {}

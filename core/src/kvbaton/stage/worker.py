@@ -66,7 +66,7 @@ def stage_specs(settings: Settings, reach: Reach, connector: ConnectorPlugin | N
     devices = settings.stages.devices or [None] * len(names)
     return [
         StageSpec(
-            name=f"{role.value}-{i}", role=role.value, index=i, entry=ENTRY,
+            name=f"{role.value}-{i}", role=role.value, entry=ENTRY,
             settings=stage_settings(settings, device, reach, connector),
         )
         for (role, i), device in zip(names, devices, strict=True)

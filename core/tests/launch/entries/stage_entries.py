@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from kvbaton.messages import Call, Fatal, Stop
+from kvbaton.messages import Fatal, Reply, Stop
 
 
 def echo(spec, channel, lifeline):
@@ -72,14 +72,13 @@ def describe(spec, channel, lifeline):
     facts = {
         "settings": dict(spec.settings),
         "role": spec.role,
-        "index": spec.index,
         "session": os.getsid(0),
         "pid": os.getpid(),
         "device": os.environ.get("STAGE_DEVICE"),
         "stdin": os.read(0, 1).decode(),
         "fds": sorted(str(link.readlink()) for link in list(Path("/proc/self/fd").iterdir()) if link.is_symlink()),
     }
-    channel.send(Call("facts", "test", "facts", facts))
+    channel.send(Reply("facts", "test", facts))
     return 0
 
 
