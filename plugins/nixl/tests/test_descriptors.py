@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvbaton.connector import MemoryRegion
 from kvbaton.errors import SegmentError
 from kvbaton.segments import Segments
-from kvbaton_nixl.descriptors import AddressBook, decode_table, encode_table
+from kvbaton_nixl.descriptors import AddressBook, Lattice, columns, decode_places, encode_places
 
 REGIONS = st.one_of(st.just(3), st.integers(-(1 << 31), (1 << 31) - 1))
 LENGTHS = st.one_of(st.integers(1, 1 << 20), st.integers(1, (1 << 63) - 1))
@@ -40,33 +40,58 @@ def lists(draw):
 @settings(max_examples=500)
 @given(lists())
 def test_a_table_says_what_the_segments_say(segments):
-    assert decode_table(encode_table(segments)) == segments
+    assert columns(decode_places(encode_places(segments))) == segments
+    lattice = Lattice.of(segments)
+    if lattice is not None:
+        assert lattice.segments() == segments
+        assert (len(lattice), lattice.nbytes) == (len(segments), sum(length for _, _, length in segments.triples()))
+        assert columns(decode_places(encode_places(lattice))) == segments
+        assert lattice[1:3].segments() == segments[1:3]
 
 
 def test_a_segment_of_a_paged_cache_costs_four_bytes():
     pages = Segments(
         np.zeros(4096, np.int32), np.random.default_rng(1).permutation(1 << 20)[:4096] << 14, [1 << 14] * 4096
     )
-    table = encode_table(pages)
-    assert len(table) < 4 * 4096 + 32
-    assert decode_table(table) == pages
+    lattice = Lattice.of(pages)
+    assert lattice is not None
+    assert len(encode_places(lattice)) < 4 * 4096 + 32
+    assert len(encode_places(pages)) < 8 * 4096 + 32
+
+
+@pytest.mark.clause("C3.6")
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 64), st.integers(0, 8), st.integers(1, 400))
+def test_a_lattice_is_within_its_region_when_its_segments_are(units, length, shift, size):
+    lattice = Lattice(1, length, shift, np.array(units, np.uint32))
+    refused = []
+    for places in (lattice, lattice.segments()):
+        try:
+            places.check_bounds({1: size}, "a list")
+        except SegmentError as error:
+            refused.append(str(error))
+    assert len(refused) in (0, 2)
+    assert len(set(refused)) <= 1
+    with pytest.raises(SegmentError, match="not registered"):
+        lattice.check_bounds({2: 1 << 40}, "a list")
 
 
 @pytest.mark.clause("C9.3")
 @settings(max_examples=500)
 @given(lists(), st.data())
 def test_a_table_that_was_tampered_with_is_refused_or_a_list_no_longer_than_its_bytes(segments, data):
-    table = bytearray(encode_table(segments))
+    table = bytearray(encode_places(segments))
     for _ in range(data.draw(st.integers(0, 3))):
         table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(table[: data.draw(st.integers(0, len(table)))]) if data.draw(st.booleans()) else bytes(table)
     try:
-        said = decode_table(cut)
+        said = decode_places(cut)
     except SegmentError:
         return
     assert 4 * len(said) <= len(cut)
-    assert (said.length > 0).all()
-    assert (said.offset >= 0).all()
+    listed = columns(said)
+    assert (listed.length > 0).all()
+    assert (listed.offset >= 0).all()
 
 
 @pytest.mark.clause("C9.3")
@@ -75,22 +100,28 @@ def test_a_table_that_was_tampered_with_is_refused_or_a_list_no_longer_than_its_
     [
         b"",
         b"\x01" * 11,
-        struct.pack("<BBHQiI", 1, 0, 1, 8, 0, 1),
-        struct.pack("<BBHQiII", 1, 0, 1, 8, 0, 2, 5),
-        struct.pack("<BBHQiII", 1, 0, 1, 8, 0, (1 << 32) - 1, 5),
-        struct.pack("<BBHQiII", 1, 0, 0, 8, 0, 1, 5),
-        struct.pack("<BBHQiII", 1, 32, 1, 8, 0, 1, 5),
-        struct.pack("<BBHQiII", 1, 0, 1, 1 << 63, 0, 1, 5),
-        struct.pack("<BBHQiII", 2, 0, 1, 8, 0, 1, 5),
-        struct.pack("<BBHQiII", 1, 0, 1, 0, 0, 1, 5),
-        struct.pack("<BBHQiIII", 1, 0, 1, 0, 0, 1, 5, 0),
+        struct.pack("<BBHQi", 1, 0, 0, 8, 0),  # a lattice of nothing
+        struct.pack("<BBHQiH", 1, 0, 0, 8, 0, 5),
+        struct.pack("<BBHQiI", 1, 32, 0, 8, 0, 5),
+        struct.pack("<BBHQiI", 1, 0, 1, 8, 0, 5),
+        struct.pack("<BBHQiI", 1, 0, 0, 0, 0, 5),
+        struct.pack("<BBHQiI", 1, 0, 0, 1 << 63, 0, 5),
+        struct.pack("<BBHQiI", 3, 0, 0, 8, 0, 5),
+        struct.pack("<BBHQiI", 2, 0, 1, 0, 0, 0),
+        struct.pack("<BBHQiIII", 2, 0, 1, 0, 0, 2, 5, 8),
+        struct.pack("<BBHQiIII", 2, 0, 1, 0, 0, (1 << 32) - 1, 5, 8),
+        struct.pack("<BBHQiIII", 2, 0, 0, 0, 0, 1, 5, 8),
+        struct.pack("<BBHQiIII", 2, 32, 1, 0, 0, 1, 5, 8),
+        struct.pack("<BBHQiIII", 2, 0, 1, 0, 0, 1, 5, 0),
+        struct.pack("<BBHQiIII", 2, 0, 1, 9, 0, 1, 5, 8),
+        struct.pack("<BBHQiIII", 2, 0, 65535, 0, 0, 1, 5, 8),
         struct.pack("<BBHQ", 0, 1, 0, 0),
         struct.pack("<BBHQ19s", 0, 0, 0, 0, b""),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(table):
     with pytest.raises(SegmentError):
-        decode_table(table)
+        decode_places(table)
 
 
 @pytest.mark.clause("C3.6")

@@ -15,7 +15,7 @@ from kvbaton_conformance.leaks import holdings
 from kvbaton_nixl import link as link_module
 from kvbaton_nixl import plugin
 from kvbaton_nixl.connector import MAX_CALLERS, NixlConnector
-from kvbaton_nixl.descriptors import encode_table
+from kvbaton_nixl.descriptors import encode_places
 from kvbaton_nixl.words import Hello, Kind, Lobby, Note
 
 
@@ -226,7 +226,7 @@ def test_a_peer_that_begins_packed_chunks_without_end_loses_its_link(open_here):
     (link,) = source.connector._links.values()
     theirs = target.connector._links[source.peer]
     slots = target.connector._options.staging_slots
-    body = struct.pack("<IIIIQ", 0, 2, 0, 1, 8) + encode_table(segments((0, 0, 8)))
+    body = struct.pack("<IIIIQ", 0, 2, 0, 1, 8) + encode_places(segments((0, 0, 8)))
 
     def begin(comes):
         link.say(Kind.PACKED, (new_transfer_id(), 0), body)

@@ -16,7 +16,7 @@ from kvbaton.connector import Chunk, MemoryRegion
 from kvbaton.errors import ProtocolViolation
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments
-from kvbaton_nixl.descriptors import encode_table
+from kvbaton_nixl.descriptors import Places, encode_places
 from kvbaton_nixl.packing import Landing, Packer, Part, Unpacker
 from kvbaton_nixl.staging import HostMover, Slots
 from kvbaton_nixl.words import MAX_SEGMENTS
@@ -46,11 +46,11 @@ class Slow(HostMover):
         self.events.append(Late())
         return self.events[-1]
 
-    def gather(self, segments: Segments, slot: int) -> Late:  # type: ignore[override]
+    def gather(self, segments: Places, slot: int) -> Late:  # type: ignore[override]
         super().gather(segments, slot)
         return self._event()
 
-    def scatter(self, slot: int, segments: Segments) -> Late:  # type: ignore[override]
+    def scatter(self, slot: int, segments: Places) -> Late:  # type: ignore[override]
         super().scatter(slot, segments)
         return self._event()
 
@@ -187,15 +187,15 @@ HEAD = struct.Struct("<IIIIQ")
     [
         b"",
         HEAD.pack(0, 1, 0, 1, 40),
-        HEAD.pack(0, 1, 9, 1, 40) + encode_table(Segments([0], [0], [40])),
-        HEAD.pack(1, 1, 0, 1, 40) + encode_table(Segments([0], [0], [40])),
-        HEAD.pack(0, 1, 0, 1, 41) + encode_table(Segments([0], [0], [40])),
-        HEAD.pack(0, 1, 0, 2, 40) + encode_table(Segments([0], [0], [40])),
-        HEAD.pack(0, 1, 0, 1, 400) + encode_table(Segments([0], [0], [400])),
-        HEAD.pack(0, 1, 0, 1, 40) + encode_table(Segments([0], [NBYTES], [40])),
-        HEAD.pack(0, 1, 0, 1, 40) + encode_table(Segments([7], [0], [40])),
+        HEAD.pack(0, 1, 9, 1, 40) + encode_places(Segments([0], [0], [40])),
+        HEAD.pack(1, 1, 0, 1, 40) + encode_places(Segments([0], [0], [40])),
+        HEAD.pack(0, 1, 0, 1, 41) + encode_places(Segments([0], [0], [40])),
+        HEAD.pack(0, 1, 0, 2, 40) + encode_places(Segments([0], [0], [40])),
+        HEAD.pack(0, 1, 0, 1, 400) + encode_places(Segments([0], [0], [400])),
+        HEAD.pack(0, 1, 0, 1, 40) + encode_places(Segments([0], [NBYTES], [40])),
+        HEAD.pack(0, 1, 0, 1, 40) + encode_places(Segments([7], [0], [40])),
         HEAD.pack(0, 1, 0, 0, 0),
-        HEAD.pack(0, MAX_SEGMENTS + 1, 0, 1, 40) + encode_table(Segments([0], [0], [40])),
+        HEAD.pack(0, MAX_SEGMENTS + 1, 0, 1, 40) + encode_places(Segments([0], [0], [40])),
     ],
     ids=[
         "empty",
@@ -237,7 +237,7 @@ def test_a_landing_that_was_never_sent_is_a_violation() -> None:
 
 def first_of_two(slot: int) -> bytes:
     """The note of a part behind which another would come."""
-    return HEAD.pack(0, 2, slot, 1, 40) + encode_table(Segments([0], [0], [40]))
+    return HEAD.pack(0, 2, slot, 1, 40) + encode_places(Segments([0], [0], [40]))
 
 
 @pytest.mark.clause("T12", "C9.3")

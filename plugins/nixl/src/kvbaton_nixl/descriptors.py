@@ -1,12 +1,12 @@
-"""Segments as NIXL's descriptors, rows ``(address, length, device)`` of uint64; and as tables, which notes carry.
+"""Segments as NIXL's descriptors, rows ``(address, length, device)`` of uint64; as lattices; and as bytes in notes.
 
-Both without a Python loop: a chunk may have many thousand segments, and each call here is paid for every chunk.
+Nothing here loops over segments in Python: a chunk may have many thousand, and each call is paid for every chunk.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,67 +95,126 @@ def one_region(segments: Segments) -> int | None:
     return int(first) if bool((region == first).all()) else None
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- lattices ----------------------------------------------------------------------------------------------------------
 
-#: How a table begins: its form; the bits by which offsets are shifted; the number of runs; the length of all segments,
-#: 0 where a column of lengths follows.
-_HEAD = struct.Struct("<BBHQ")
-#: Three columns, as :meth:`~kvbaton.segments.Segments.to_bytes` makes them: what does not fit the other form.
-_PLAIN = 0
-#: Runs ``(region, count)`` of segments of one region; offsets in units of the largest power of two that divides all;
-#: lengths.  Four bytes each, so that a segment of a paged cache costs four.
-_UNITS = 1
-_RUN = np.dtype([("region", "<i4"), ("count", "<u4")])
 _WORD = 1 << 32
+Units = npt.NDArray[np.uint32]
 
 
-def encode_table(segments: Segments) -> bytes:
-    """Segments as bytes, in as few as they allow."""
-    if not len(segments):
-        return _HEAD.pack(_PLAIN, 0, 0, 0)
-    offset, length = segments.offset, segments.length
+@dataclass(frozen=True, slots=True)
+class Lattice:
+    """Segments of one region and one length, at offsets ``units << shift``: what most chunks of a paged cache are.
+
+    A handful of operations of numpy is what it costs to make, check, send and use, where three columns cost thirty.
+    ``region`` and ``length`` fit 32 and 63 bits, ``shift`` is below 32.
+    """
+
+    region: int
+    length: int
+    shift: int
+    units: Units
+
+    @classmethod
+    def of(cls, segments: Segments) -> Lattice | None:
+        """``None`` for segments that are none."""
+        region = one_region(segments)
+        if region is None:
+            return None
+        offset, length = segments.offset, segments.length
+        every = int(np.bitwise_or.reduce(offset))
+        shift = min(31, (every & -every).bit_length() - 1) if every else 31
+        if every >> shift >= _WORD or not (length == length[0]).all():
+            return None
+        return cls(region, int(length[0]), shift, (offset >> shift).astype(np.uint32))
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, index: slice) -> Lattice:
+        return Lattice(self.region, self.length, self.shift, self.units[index])
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of lengths."""
+        return self.length * len(self.units)
+
+    def check_bounds(self, lengths: Mapping[int, int], what: str) -> None:
+        """As :meth:`~kvbaton.segments.Segments.check_bounds` does (C3.6)."""
+        size = lengths.get(self.region)
+        if size is None or (int(self.units.max()) << self.shift) + self.length > size:
+            self.segments().check_bounds(lengths, what)
+
+    def segments(self) -> Segments:
+        """The same as columns."""
+        count = len(self.units)
+        offset = self.units.astype(np.int64) << self.shift
+        return Segments(np.full(count, self.region, np.int32), offset, np.full(count, self.length, np.int64))
+
+
+#: Segments in either form.
+Places = Segments | Lattice
+
+
+def columns(places: Places) -> Segments:
+    """Either form as columns."""
+    return places.segments() if isinstance(places, Lattice) else places
+
+
+#: How segments in a note begin: their form; a lattice's shift; how many runs of one region; a lattice's length.
+_HEAD = struct.Struct("<BBHQ")
+#: Three columns, as :meth:`~kvbaton.segments.Segments.to_bytes` makes them: what does not fit the other forms.
+_PLAIN = 0
+#: The region, and the units of a lattice: a segment costs four bytes.
+_LATTICE = 1
+#: Runs ``(region, count)``, then columns of units and of lengths, four bytes each.
+_RUNS = 2
+_REGION = struct.Struct("<i")
+_RUN = np.dtype([("region", "<i4"), ("count", "<u4")])
+
+
+def encode_places(places: Places) -> bytes:
+    """As bytes, in as few as they allow."""
+    if isinstance(places, Lattice):
+        head = _HEAD.pack(_LATTICE, places.shift, 0, places.length) + _REGION.pack(places.region)
+        return head + places.units.astype("<u4", copy=False).tobytes()
+    region, offset, length = places.region, places.offset, places.length
+    first = np.concatenate(([0], np.flatnonzero(region[1:] != region[:-1]) + 1)) if len(places) else np.empty(0, int)
     every = int(np.bitwise_or.reduce(offset))
-    shift = (every & -every).bit_length() - 1 if every else 0
-    changes = np.flatnonzero(segments.region[1:] != segments.region[:-1]) + 1
-    same = bool((length == length[0]).all())
-    longest = int(length[0]) if same else int(length.max())
-    if len(changes) >= (1 << 16) - 1 or every >> shift >= _WORD or (longest >= _WORD and not same):
-        return _HEAD.pack(_PLAIN, 0, 0, 0) + segments.to_bytes()
-    runs = np.empty(len(changes) + 1, _RUN)
-    first = np.concatenate(([0], changes, [len(segments)]))
-    runs["region"] = segments.region[first[:-1]]
-    runs["count"] = np.diff(first)
-    columns = [runs.tobytes(), (offset >> shift).astype("<u4").tobytes()]
-    if not same:
-        columns.append(length.astype("<u4").tobytes())
-    return _HEAD.pack(_UNITS, shift, len(runs), longest if same else 0) + b"".join(columns)
+    shift = min(31, (every & -every).bit_length() - 1) if every else 31
+    if not 0 < len(first) < 1 << 16 or every >> shift >= _WORD or int(length.max()) >= _WORD:
+        return _HEAD.pack(_PLAIN, 0, 0, 0) + places.to_bytes()
+    runs = np.empty(len(first), _RUN)
+    runs["region"] = region[first]
+    runs["count"] = np.diff(first, append=len(places))
+    columns = runs.tobytes() + (offset >> shift).astype("<u4").tobytes() + length.astype("<u4").tobytes()
+    return _HEAD.pack(_RUNS, shift, len(runs), 0) + columns
 
 
-def decode_table(data: bytes | memoryview) -> Segments:
-    """From :func:`encode_table`.  Raises :class:`~kvbaton.errors.SegmentError` for anything else (C9.3).
+def decode_places(data: bytes | memoryview) -> Places:
+    """From :func:`encode_places`.  Raises :class:`~kvbaton.errors.SegmentError` for anything else (C9.3).
 
     Whatever the bytes say, the segments are no more than a quarter as many as there are bytes.
     """
     view = memoryview(data)
     if len(view) < _HEAD.size:
-        raise SegmentError(f"C9.3: {len(view)} bytes are no table of segments: its head has {_HEAD.size}")
+        raise SegmentError(f"C9.3: {len(view)} bytes say where segments are: their head has {_HEAD.size}")
     form, shift, runs, length = _HEAD.unpack_from(view)
     rest = view[_HEAD.size :]
+    if form == _LATTICE:
+        count, odd = divmod(len(rest) - _REGION.size, 4)
+        if count < 1 or odd or shift > 31 or runs or not 0 < length < 1 << 63:
+            raise SegmentError(f"C9.3: a lattice of shift {shift} and length {length} in {len(view)} bytes")
+        units = np.frombuffer(rest, "<u4", count, _REGION.size)
+        return Lattice(_REGION.unpack_from(rest)[0], length, shift, units)
     if form == _PLAIN and not (shift or runs or length):
         return Segments.from_bytes(rest)
-    count, odd = divmod(len(rest) - runs * _RUN.itemsize, 4 if length else 8)
-    if form != _UNITS or shift > 31 or length >> 63 or runs < 1 or count < 1 or odd:
-        raise SegmentError(f"C9.3: a table of form {form} with {runs} runs, shift {shift}, in {len(view)} bytes")
+    count, odd = divmod(len(rest) - runs * _RUN.itemsize, 8)
+    if form != _RUNS or runs < 1 or count < 1 or odd or shift > 31 or length:
+        raise SegmentError(f"C9.3: segments of form {form} in {runs} runs, shift {shift}, in {len(view)} bytes")
     table = np.frombuffer(rest, _RUN, runs)
     if int(table["count"].sum(dtype=np.int64)) != count:
-        raise SegmentError(f"C9.3: a table of {count} segments whose runs have another number")
+        raise SegmentError(f"C9.3: {count} segments whose runs have another number")
     units = np.frombuffer(rest, "<u4", count, runs * _RUN.itemsize)
-    if runs == 1:
-        region = np.full(count, table["region"][0], np.int32)
-    else:
-        region = np.repeat(table["region"].astype(np.int32), table["count"])
-    if length:
-        lengths = np.full(count, length, np.int64)
-    else:
-        lengths = np.frombuffer(rest, "<u4", count, runs * _RUN.itemsize + 4 * count).astype(np.int64)
-    return Segments(region, units.astype(np.int64) << shift, lengths)
+    lengths = np.frombuffer(rest, "<u4", count, runs * _RUN.itemsize + 4 * count)
+    region = np.repeat(table["region"].astype(np.int32), table["count"])
+    return Segments(region, units.astype(np.int64) << shift, lengths.astype(np.int64))

@@ -34,14 +34,14 @@ from kvbaton.connector import Chunk, DeviceEvent
 from kvbaton.errors import ProtocolViolation, SegmentError
 from kvbaton.identity import TransferId
 from kvbaton.segments import Segments
-from kvbaton_nixl.descriptors import decode_table, encode_table
+from kvbaton_nixl.descriptors import Lattice, Places, decode_places, encode_places
 from kvbaton_nixl.staging import Mover, Slots
 from kvbaton_nixl.words import MAX_SEGMENTS
 
 Key = tuple[TransferId, int]
 
-#: What a packed part's note says behind its head: part, number of parts, slot, number of segments, and bytes; then the
-#: table of the target segments.
+#: What a packed part's note says behind its head: part, number of parts, slot, number of segments, and bytes; then
+#: where the target segments are.
 _PART = struct.Struct("<IIIIQ")
 #: What LANDED says: part, slot.
 _LANDED = struct.Struct("<II")
@@ -65,8 +65,8 @@ class Part:
 @dataclass(eq=False, slots=True)
 class _Packed:
     chunk: Chunk
-    source: Segments
-    target: Segments
+    source: Places
+    target: Places
     #: Index of the first segment of each part, and the end.
     bounds: list[int]
     next: int = 0
@@ -117,13 +117,17 @@ class Packer:
         """Queue a chunk that fits.  ``source`` and ``target``: its bytes in fewer segments, if they are known."""
         source = chunk.source if source is None else source
         target = chunk.target if target is None else target
-        ends = np.cumsum(source.length)
-        bounds, start, before = [0], 0, 0
-        while start < len(ends):
-            start = int(np.searchsorted(ends, before + self._nbytes, side="right"))
-            bounds.append(start)
-            before = int(ends[start - 1])
-        packed = _Packed(chunk, source, target, bounds)
+        reads, writes = Lattice.of(source), Lattice.of(target)
+        if reads is not None and len(reads):
+            bounds = [*range(0, len(reads), self._nbytes // reads.length), len(reads)]
+        else:
+            ends = np.cumsum(source.length)
+            bounds, start, before = [0], 0, 0
+            while start < len(ends):
+                start = int(np.searchsorted(ends, before + self._nbytes, side="right"))
+                bounds.append(start)
+                before = int(ends[start - 1])
+        packed = _Packed(chunk, reads or source, writes or target, bounds)
         self._packed[chunk.transfer, chunk.sequence] = packed
         self._waiting.append(packed)
 
@@ -139,7 +143,7 @@ class Packer:
             nbytes = source.nbytes
             event = self._mover.gather(source, slot)  # where it raises, nothing was taken
             # while a device gathers
-            note = _PART.pack(number, packed.parts, theirs, len(target), nbytes) + encode_table(target)
+            note = _PART.pack(number, packed.parts, theirs, len(target), nbytes) + encode_places(target)
             self._free.popleft()
             self._theirs.popleft()
             self._away[theirs] = ((chunk.transfer, chunk.sequence), number)
@@ -239,7 +243,7 @@ class Unpacker:
         """
         try:
             number, parts, slot, count, nbytes = _PART.unpack_from(body)
-            target = decode_table(memoryview(body)[_PART.size :])
+            target = decode_places(memoryview(body)[_PART.size :])
             target.check_bounds(self._lengths, f"part {number} of chunk {key}")
         except (struct.error, SegmentError) as error:
             raise ProtocolViolation("C9.3", f"a packed part that cannot be: {error}") from error

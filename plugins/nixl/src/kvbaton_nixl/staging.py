@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
-from kvbaton.segments import Segments
+from kvbaton_nixl.descriptors import Places, columns
 from kvbaton_nixl.gathering import gather, scatter
 
 
@@ -26,10 +26,10 @@ class Mover(Protocol):
     #: The slots, those to send from first.
     region: MemoryRegion
 
-    def gather(self, segments: Segments, slot: int) -> DeviceEvent | None:
+    def gather(self, segments: Places, slot: int) -> DeviceEvent | None:
         """The segments' bytes, in a row, into a slot to send from."""
 
-    def scatter(self, slot: int, segments: Segments) -> DeviceEvent | None:
+    def scatter(self, slot: int, segments: Places) -> DeviceEvent | None:
         """The bytes in a slot that was received, over the segments."""
 
     def close(self) -> None:
@@ -66,13 +66,13 @@ class HostMover:
         self._memory = np.empty(slots.total, np.uint8)  # pages come with the first use
         self.region = MemoryRegion.of_array(-1, self._memory)
 
-    def gather(self, segments: Segments, slot: int) -> None:
+    def gather(self, segments: Places, slot: int) -> None:
         start = self._slots.sending(slot)
-        gather(segments, self._regions, self._memory[start : start + self._slots.nbytes])
+        gather(columns(segments), self._regions, self._memory[start : start + self._slots.nbytes])
 
-    def scatter(self, slot: int, segments: Segments) -> None:
+    def scatter(self, slot: int, segments: Places) -> None:
         start = self._slots.receiving(slot)
-        scatter(segments, self._regions, self._memory[start : start + self._slots.nbytes])
+        scatter(columns(segments), self._regions, self._memory[start : start + self._slots.nbytes])
 
     def close(self) -> None:
         self._regions = {}
