@@ -29,8 +29,8 @@ from kvbaton_conformance import shared_memory
 from kvbaton_conformance.halt import DIE, GO, LAST_WORDS, SEIZE, STATUS, Point
 from kvbaton_conformance.kill_matrix import CELLS, Cell, Outcome, matrix, shared_memory_left
 
-#: Everything of one stage, and of the ways to hang that cost seconds only where something is waited for; the rest is for
-#: the command.
+#: Everything of one stage, and of the ways to hang that cost seconds only where something is waited for; the rest is
+#: for the command.
 WHOLE = [
     cell for cell in CELLS
     if cell.victim != "both" and (cell.how is not SEIZE or cell.point in (Point.POSTED, Point.COMMITTED))

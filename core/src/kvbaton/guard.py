@@ -108,8 +108,8 @@ class GuardedConnector:
 
     Threading: the first caller's thread owns it; a call from another raises :class:`~kvbaton.errors.ThreadError` (T11).
     :meth:`detach` lets the next caller become the owner, and ``close`` may also come from another thread once the
-    owner has ended.  ``statistics``, ``capabilities``, ``needs_polling``, ``quarantine_full`` may be read from any
-    thread.
+    owner has ended.  Any thread may read ``capabilities``, ``needs_polling``, ``awaits``, ``quarantine_full``,
+    ``closed``, ``outstanding``, ``statistics`` and ``peer_states``.
     """
 
     def __init__(

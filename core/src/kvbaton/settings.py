@@ -200,16 +200,17 @@ class DeadlineSettings(_Group):
     """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's
     memory is quarantined until its transport or a fence proves it quiet."""
     receipts: Seconds = _PHASES.receipts
-    """From Commit to Received. Owner: the coordinator. Then: the request fails; the decode stage holds its blocks until
-    no writer is left."""
+    """From Commit to Received. Owner: the decode stage, and `deadline.control` later the coordinator. Then: the request
+    fails and says which chunks are missing; the decode stage holds its blocks until no writer is left."""
     drain: Seconds = _PHASES.drain
     """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it
-    counts as lost, is killed and joined."""
+    counts as lost, is killed and joined; where a decode stage hangs that the prefill stage waits for, the former."""
     step: Seconds = 120.0
     """One step of an engine, and a stage's silence. Owner: the coordinator, which asks each stage several times within
     it how it fares. Then: the stage counts as lost, is killed and joined, and its requests fail."""
     control: Seconds = _PHASES.control
-    """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing."""
+    """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing; of a
+    stage that was asked because a drain is overdue it is a sign that it hangs."""
     startup: Seconds = 300.0
     """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything
     is stopped again and start-up fails."""
