@@ -375,6 +375,22 @@ class Availability:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """By which way a transport moves bytes here: what it has chosen, not what it could.
+
+    ``first`` to ``last`` bytes at once, ``None``: however many more.  ``lane`` and ``method`` in the transport's words.
+    """
+
+    operation: str
+    source: str
+    target: str
+    first: int
+    last: int | None
+    lane: str
+    method: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectorContext:
     """What a connector is opened with: who it is, and on which device its stage lives (``None``: host only)."""
 
@@ -388,6 +404,10 @@ class ConnectorPlugin(Protocol):
     It may also have ``wire_version``, an integer (1 where it has none): raise it with a release whose ends cannot
     understand those of the release before, be it their metadata or what they send each other.  Core tells it to the
     peer and refuses to connect two that differ, with both values (T2).
+
+    It may also have ``lanes(options, kind)``, which returns a list of :class:`Lane`: by which ways bytes in memory of
+    that kind go between two processes of this host, found out by sending some.  It may take seconds and raises
+    :class:`~kvbaton.errors.TransportError` where none go.  ``kvbaton lanes`` shows them; nothing else calls it.
     """
 
     name: str

@@ -285,6 +285,35 @@ def plugins_command(
         answers().print(table)
 
 
+@app.command("lanes")
+def lanes_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="The transport, by default that of the settings.", show_default=False),
+    ] = None,
+    config: ConfigFile = None,
+    transport_option: TransportOption = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="KIND", help="Between which memory: host or cuda.")
+    ] = "host",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show by which ways a transport moves bytes between two processes of this host, by letting it move some."""
+    _begin(debug)
+    with explained(debug=debug):
+        from kvbaton.cli.lanes import show
+
+        settings, _ = _settings(config, {"--transport": name}, transport_option, (), (), {"model": "(not set)"})
+        chosen = settings.transport
+        if chosen.name == "auto":
+            raise SettingsError(
+                "which transport? Write kvbaton lanes NAME, or set transport.name; kvbaton plugins lists them",
+                key="transport.name", origin=None,
+            )  # fmt: skip
+        show(chosen.name, chosen.options, memory, as_json=as_json)
+
+
 def _builtin(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Need
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Lane, MemoryKind, Need
 from kvbaton.errors import TransportError
 from kvbaton_nixl import library
 from kvbaton_nixl.options import NixlOptions
@@ -56,6 +56,16 @@ class NixlPlugin:
                 capabilities,
             )
         return Availability(True, capabilities=capabilities)
+
+    def lanes(self, options: NixlOptions, kind: MemoryKind = "host") -> list[Lane]:
+        """By which ways UCX moves bytes between two processes of this host, with these options.
+
+        Two processes are started for it, which takes seconds; a start never waits for that.  Raises
+        :class:`~kvbaton.errors.TransportError` where no byte goes, with what UCX or CUDA said.
+        """
+        from kvbaton_nixl.lanes import look
+
+        return look(options, kind)
 
     def open(self, options: NixlOptions, context: ConnectorContext) -> NixlConnector:
         """A connector for the stage ``context.peer``.
