@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvbaton.connector import MemoryRegion
 from kvbaton.errors import SegmentError
-from kvbaton.segments import Segments
-from kvbaton_nixl.descriptors import AddressBook, Lattice, columns, decode_places, encode_places
+from kvbaton.segments import Segments, coalesce
+from kvbaton_nixl.descriptors import AddressBook, Lattice, columns, decode_places, encode_places, lattices
 
 REGIONS = st.one_of(st.just(3), st.integers(-(1 << 31), (1 << 31) - 1))
 LENGTHS = st.one_of(st.integers(1, 1 << 20), st.integers(1, (1 << 63) - 1))
@@ -74,6 +74,21 @@ def test_a_lattice_is_within_its_region_when_its_segments_are(units, length, shi
     assert len(set(refused)) <= 1
     with pytest.raises(SegmentError, match="not registered"):
         lattice.check_bounds({2: 1 << 40}, "a list")
+
+
+@pytest.mark.clause("C3.2", "C3.6")
+@settings(max_examples=500)
+@given(st.data(), st.sampled_from([1, 16, 24, 4096]), st.booleans())
+def test_neighbours_are_merged_in_either_form(data, length, equal):
+    count = data.draw(st.integers(1, 10))
+    lengths = [length if equal else data.draw(st.integers(1, 3)) for _ in range(count)]
+    source, target = (
+        Segments([0] * count, [length * data.draw(st.integers(0, 12)) for _ in range(count)], lengths) for _ in range(2)
+    )
+    fewer = coalesce(source, target)
+    assert tuple(map(columns, lattices(source, target))) == fewer
+    if equal and len(fewer[0]) == count:
+        assert all(isinstance(places, Lattice) for places in lattices(source, target))
 
 
 @pytest.mark.clause("C9.3")

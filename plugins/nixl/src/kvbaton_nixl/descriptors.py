@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.errors import SegmentError
-from kvbaton.segments import Segments
+from kvbaton.segments import Segments, coalesce
 from kvbaton_nixl.words import Region
 
 Rows = npt.NDArray[np.uint64]
@@ -53,9 +53,10 @@ class AddressBook:
             np.array([region.device for region in ordered], np.uint64),
         )
 
-    def require(self, segments: Segments) -> None:
+    def require(self, places: Places) -> None:
         """Raise :class:`~kvbaton.errors.SegmentError` for a region that is not in the book."""
-        self._at(segments)
+        if not isinstance(places, Lattice) or places.region not in self.ids:
+            self._at(columns(places))
 
     def _at(self, segments: Segments) -> npt.NDArray[np.intp] | int:
         """Where each segment's region stands in the book; one number where it is the same for all."""
@@ -144,6 +145,14 @@ class Lattice:
         if size is None or (int(self.units.max()) << self.shift) + self.length > size:
             self.segments().check_bounds(lengths, what)
 
+    def follows(self) -> npt.NDArray[np.bool_]:
+        """For each segment but the first: whether it begins where the one before it ends."""
+        step, rest = divmod(self.length, 1 << self.shift)
+        if rest or step >= _WORD:
+            return np.zeros(len(self.units) - 1, bool)
+        # differences wrap, so equal lengths on both sides are compared as the words that they are
+        return (self.units[1:] - self.units[:-1] == np.uint32(step)) & (self.units[1:] > self.units[:-1])
+
     def segments(self) -> Segments:
         """The same as columns."""
         count = len(self.units)
@@ -153,6 +162,23 @@ class Lattice:
 
 #: Segments in either form.
 Places = Segments | Lattice
+
+
+def lattices(source: Segments, target: Segments) -> tuple[Places, Places]:
+    """The same bytes: neighbours that follow each other on both sides merged, and in the form of lattices if they are.
+
+    Raises :class:`~kvbaton.errors.SegmentError` where the two do not pair up.
+    """
+    reads, writes = Lattice.of(source), Lattice.of(target)
+    if (
+        reads is None
+        or writes is None
+        or (len(reads), reads.length) != (len(writes), writes.length)
+        or (reads.follows() & writes.follows()).any()
+    ):
+        source, target = coalesce(source, target)
+        reads, writes = Lattice.of(source), Lattice.of(target)
+    return reads or source, writes or target
 
 
 def columns(places: Places) -> Segments:

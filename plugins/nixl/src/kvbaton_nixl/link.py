@@ -19,7 +19,7 @@ from kvbaton.errors import ProtocolViolation, SegmentError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import coalesce
 from kvbaton_nixl import cuda, library
-from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows
+from kvbaton_nixl.descriptors import SPACES, AddressBook, Rows, lattices
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.packing import Packer, Part, Unpacker
 from kvbaton_nixl.staging import Slots, make_mover
@@ -230,22 +230,15 @@ class Link:
             self.posted[key] = Posted(chunk, None)
             return None
         assert self._theirs is not None
-        source, target = coalesce(chunk.source, chunk.target)
         try:
-            if self._packer is not None and self._packs(chunk, len(source)) and self._packer.fits(source):
-                self._ours.require(source)
-                self._theirs.require(target)
-                self._packer.add(chunk, source, target)
-                reads = writes = None
-            else:
-                reads, writes = self._ours.rows(source), self._theirs.rows(target)
+            rows = None if self._pack(chunk) else self._rows(chunk)
         except SegmentError as error:
             return Ended(chunk, Outcome.FAILED, True, True, error)
-        if reads is None or writes is None:
+        if rows is None:
             self._post_parts()
             return None
         try:
-            handle = self._write(reads, self._theirs.kind, writes, self._note(Kind.WRITTEN, key))
+            handle = self._write(rows[0], self._theirs.kind, rows[1], self._note(Kind.WRITTEN, key))
         except Exception as error:
             return Ended(
                 chunk, Outcome.FAILED, True, True,
@@ -255,7 +248,26 @@ class Link:
         self._transfer(handle, f"posting chunk {chunk.sequence}")
         return None
 
-    def _packs(self, chunk: Chunk, descriptors: int) -> bool:
+    def _rows(self, chunk: Chunk) -> tuple[Rows, Rows]:
+        assert self._theirs is not None
+        source, target = coalesce(chunk.source, chunk.target)
+        return self._ours.rows(source), self._theirs.rows(target)
+
+    def _pack(self, chunk: Chunk) -> bool:
+        """Queue a chunk to be packed, if it is to be.  Raises :class:`~kvbaton.errors.SegmentError` as posting does."""
+        assert self._theirs is not None
+        if self._packer is None or not self._short(chunk, len(chunk.source)):
+            return False  # nor would it be with fewer, longer segments
+        source, target = lattices(chunk.source, chunk.target)
+        if not self._short(chunk, len(source)) or not self._packer.fits(source):
+            return False
+        self._ours.require(source)
+        self._theirs.require(target)
+        self._packer.add(chunk, source, target)
+        return True
+
+    def _short(self, chunk: Chunk, descriptors: int) -> bool:
+        """Whether the chunk is to be packed if it has so many segments."""
         match self._options.packing:
             case "auto":
                 return descriptors >= _FEW and chunk.nbytes < self._below * descriptors

@@ -33,7 +33,6 @@ import numpy as np
 from kvbaton.connector import Chunk, DeviceEvent
 from kvbaton.errors import ProtocolViolation, SegmentError
 from kvbaton.identity import TransferId
-from kvbaton.segments import Segments
 from kvbaton_nixl.descriptors import Lattice, Places, decode_places, encode_places
 from kvbaton_nixl.staging import Mover, Slots
 from kvbaton_nixl.words import MAX_SEGMENTS
@@ -109,17 +108,17 @@ class Packer:
     def __contains__(self, key: object) -> bool:
         return key in self._packed
 
-    def fits(self, segments: Segments) -> bool:
+    def fits(self, places: Places) -> bool:
         """Whether each segment fits a slot."""
-        return int(segments.length.max(initial=0)) <= self._nbytes
+        longest = places.length if isinstance(places, Lattice) else int(places.length.max(initial=0))
+        return longest <= self._nbytes
 
-    def add(self, chunk: Chunk, source: Segments | None = None, target: Segments | None = None) -> None:
-        """Queue a chunk that fits.  ``source`` and ``target``: its bytes in fewer segments, if they are known."""
+    def add(self, chunk: Chunk, source: Places | None = None, target: Places | None = None) -> None:
+        """Queue a chunk that fits.  ``source`` and ``target``: its bytes in a better form, if there is one."""
         source = chunk.source if source is None else source
         target = chunk.target if target is None else target
-        reads, writes = Lattice.of(source), Lattice.of(target)
-        if reads is not None and len(reads):
-            bounds = [*range(0, len(reads), self._nbytes // reads.length), len(reads)]
+        if isinstance(source, Lattice):
+            bounds = [*range(0, len(source), self._nbytes // source.length), len(source)]
         else:
             ends = np.cumsum(source.length)
             bounds, start, before = [0], 0, 0
@@ -127,7 +126,7 @@ class Packer:
                 start = int(np.searchsorted(ends, before + self._nbytes, side="right"))
                 bounds.append(start)
                 before = int(ends[start - 1])
-        packed = _Packed(chunk, reads or source, writes or target, bounds)
+        packed = _Packed(chunk, source, target, bounds)
         self._packed[chunk.transfer, chunk.sequence] = packed
         self._waiting.append(packed)
 
