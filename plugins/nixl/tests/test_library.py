@@ -151,6 +151,47 @@ def test_two_stages_of_one_process_do_not_mix_their_settings():
     assert "UCX_TLS" not in os.environ
 
 
+def in_a_process(program, **environment):
+    """What a new process prints, and whatever it complains of."""
+    kept = {key: value for key, value in os.environ.items() if not key.endswith("_LOG_LEVEL")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, check=True, timeout=60, text=True,
+        env=kept | environment,
+    )  # fmt: skip
+    return done.stdout, done.stderr
+
+
+LOOK = """
+import os
+from kvbaton_nixl import library
+from kvbaton_nixl.link import destroy
+from kvbaton_nixl.options import NixlOptions
+before = dict(os.environ)
+agent = library.make_agent("one", NixlOptions())
+try:
+    agent.add_remote_agent(b"no agent")
+except Exception:
+    pass
+try:
+    library.make_agent("two", NixlOptions(ucx={"TLS": "no-such-transport"}))
+except Exception:
+    pass
+destroy(agent)
+print(dict(os.environ) == before)
+"""
+
+
+def test_nixl_and_ucx_are_silent_and_nothing_is_handed_on_to_children():
+    assert in_a_process(LOOK) == ("True\n", "")
+
+
+@pytest.mark.parametrize("name", ["NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"])
+def test_who_wants_to_see_more_does(name):
+    out, err = in_a_process(LOOK, **{name: "INFO" if name.startswith("NIXL") else "info"})
+    assert "True\n" in out
+    assert {"NIXL_LOG_LEVEL": "nixl", "UCX_LOG_LEVEL": "UCX"}[name] in out.replace("True", "") + err
+
+
 # -- understanding it --------------------------------------------------------------------------------------------------
 
 

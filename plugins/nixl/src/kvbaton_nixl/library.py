@@ -57,7 +57,7 @@ def cuda_visible() -> bool:
 def load(log_level: str) -> ModuleType:
     """NIXL's Python layer, of the build that fits the torch that is loaded, else the newest.
 
-    ``log_level`` counts the first time: NIXL and UCX read theirs when they are loaded.
+    ``log_level`` counts the first time: NIXL reads its when it is loaded, UCX when the first agent is made.
     Raises :class:`~kvbaton.errors.TransportError` where NIXL is missing or does not load.
     """
     if "ucxx" in sys.modules:
@@ -68,15 +68,14 @@ def load(log_level: str) -> ModuleType:
     reason = missing()
     if reason:
         raise TransportError(f"{reason}; pip install kvbaton-nixl")
-    os.environ.setdefault("NIXL_LOG_LEVEL", log_level)
-    os.environ.setdefault("UCX_LOG_LEVEL", log_level.lower())
     builds = [name for name in _BUILDS if importlib.util.find_spec(name)]
     torch = sys.modules.get("torch")
     made_for = getattr(getattr(torch, "version", None), "cuda", None) if torch is not None else None
     if made_for:
         builds.sort(key=lambda name: not name.endswith(made_for.split(".", maxsplit=1)[0]))
     try:
-        return importlib.import_module(f"{builds[0]}._api")
+        with _environment(_log_levels(log_level)):
+            return importlib.import_module(f"{builds[0]}._api")
     except ImportError as error:
         raise TransportError(f"{builds[0]} is installed and does not load: {error}") from error
 
@@ -86,7 +85,9 @@ _one_at_a_time = threading.Lock()
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """UCX reads its settings from the environment while a context is made; afterwards they are what they were."""
+    """NIXL and UCX read their settings from the environment while they start; afterwards they are what they were, so
+    that nothing is handed on to processes that this one starts.
+    """
     with _one_at_a_time:  # several stages of one process open their connectors at once, each with its own settings
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
@@ -100,6 +101,12 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
+def _log_levels(level: str) -> dict[str, str]:
+    """What the environment says already is what somebody wants to see."""
+    levels = {"NIXL_LOG_LEVEL": level, "UCX_LOG_LEVEL": level.lower()}
+    return {name: value for name, value in levels.items() if name not in os.environ}
+
+
 def make_agent(name: str, options: NixlOptions) -> Any:
     """An agent without a progress thread and with our backend.  Raises :class:`~kvbaton.errors.TransportError`."""
     api = load(options.log_level)
@@ -107,7 +114,7 @@ def make_agent(name: str, options: NixlOptions) -> Any:
         enable_prog_thread=False, backends=[], capture_telemetry=options.telemetry, enable_listen_thread=False
     )
     try:
-        with _environment({f"UCX_{key}": value for key, value in options.ucx.items()}):
+        with _environment({**_log_levels(options.log_level), **{f"UCX_{key}": v for key, v in options.ucx.items()}}):
             agent = api.nixl_agent(name, config)
             agent.create_backend(options.backend, {"ucx_error_handling_mode": "peer"})
     except Exception as error:
