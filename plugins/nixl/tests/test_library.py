@@ -11,8 +11,10 @@ import types
 import pytest
 from pydantic import ValidationError
 
-from kvbaton.errors import PeerLost, TransportError
+from kvbaton.connector import Need
+from kvbaton.errors import OptionsError, PeerLost, TransportError
 from kvbaton.identity import PeerId
+from kvbaton.plugins import choose_connector
 from kvbaton_nixl import library
 from kvbaton_nixl.link import destroy
 from kvbaton_nixl.options import NixlOptions
@@ -33,12 +35,36 @@ from kvbaton_nixl.options import NixlOptions
         ({"heartbeat": 0}, "greater than or equal"),
         ({"heartbeat": float("nan")}, "less than or equal"),
         ({"inflight_chunks": 0}, "greater than or equal"),
+        ({"inflight_chunks": 4097}, "less than or equal"),
         ({"log_level": "fatal"}, "'FATAL'"),
+        ({"packing": "sometimes"}, "'auto', 'always' or 'never'"),
+        ({"packing_below": 0}, "greater than or equal"),
+        ({"packing_below": "some"}, "such as 4MiB"),
+        ({"staging_slots": 0}, "greater than or equal"),
+        ({"staging_slots": 257}, "less than or equal"),
+        ({"staging_bytes": 4095}, "greater than or equal"),
+        ({"staging_bytes": "5GiB"}, "less than or equal"),
+        ({"staging_bytes": "4 miles"}, "such as 4MiB"),
+        ({"telemetry": "perhaps"}, "valid boolean"),
     ],
 )
 def test_options_that_cannot_be_are_refused_and_named(options, says):
     with pytest.raises(ValidationError, match=says):
         NixlOptions(**options)
+
+
+def test_sizes_may_have_units():
+    options = NixlOptions(staging_bytes="4MiB", packing_below="6 KiB")
+    assert (options.staging_bytes, options.packing_below) == (4 << 20, 6 << 10)
+    assert type(options.staging_bytes) is int
+    assert NixlOptions(staging_bytes="8192").staging_bytes == 8192
+
+
+def test_a_bad_option_is_named_to_who_configures_it():
+    with pytest.raises(OptionsError, match=r"transport\.options\.staging_bytes = '4 miles': .*such as 4MiB"):
+        choose_connector("nixl", Need(), {"staging_bytes": "4 miles"})
+    with pytest.raises(OptionsError, match=r"no option .staging_byte.\. .*staging_bytes"):
+        choose_connector("nixl", Need(), {"staging_byte": "4MiB"})
 
 
 def test_every_option_says_what_it_is():

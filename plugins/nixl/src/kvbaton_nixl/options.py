@@ -5,9 +5,29 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 _SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
+_BYTES = TypeAdapter(ByteSize)
+
+
+def _size(value: object) -> object:
+    """``"4MiB"`` as a number of bytes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(_BYTES.validate_python(value))
+    except ValidationError:
+        raise ValueError("write a number of bytes, or one with a unit, such as 4MiB") from None
 
 
 class NixlOptions(BaseModel):
@@ -28,13 +48,13 @@ class NixlOptions(BaseModel):
         description="gather short segments, write them as one, scatter them at the destination; auto: where their mean"
         " length is below packing_below",
     )
-    packing_below: Annotated[int, Field(ge=1)] | None = Field(
+    packing_below: Annotated[int, BeforeValidator(_size), Field(ge=1)] | None = Field(
         None, description="bytes; by default what was measured: 6 KiB in host memory, 1 MiB in device memory"
     )
     staging_slots: Annotated[int, Field(ge=1, le=256)] = Field(
         4, description="slots per peer to send packed parts from, and as many to receive them in"
     )
-    staging_bytes: Annotated[int, Field(ge=4096, le=1 << 32)] | None = Field(
+    staging_bytes: Annotated[int, BeforeValidator(_size), Field(ge=4096, le=1 << 32)] | None = Field(
         None, description="bytes of a slot; by default 4 MiB in host memory, 32 MiB in device memory"
     )
     heartbeat: Annotated[float, Field(ge=0.01, le=60)] = Field(
