@@ -56,10 +56,10 @@ def memory_of(end):
     return end.memory.regions[0].view()
 
 
-def open_ends(open_source, open_target, nbytes, **how):
+def open_ends(open_source, open_target, nbytes, options=TCP, **how):
     """A connected pair with one region on each side: the source's bytes differ from the target's everywhere."""
-    source = open_source("prefill-0", TCP, regions={}, register=False, **how)
-    target = open_target("decode-0", TCP, regions={}, register=False)
+    source = open_source("prefill-0", options, regions={}, register=False, **how)
+    target = open_target("decode-0", options, regions={}, register=False)
     source.apply(far_actions.give_memory, nbytes, SENT)
     target.apply(far_actions.give_memory, nbytes, POISON)
     pair = Pair(source, target)
@@ -270,4 +270,110 @@ def test_a_target_killed_in_the_middle_ends_its_chunks_and_only_its(open_here, o
     source.guard.fenced(target.peer)
     source.pump()
     assert source.completions[-1].terminal
+    assert source.guard.outstanding() == 0
+
+
+# -- packed chunks: their bytes wait in slots, and are put in their places by the target -----------------------------
+
+PACKED = {**TCP, "packing": "always", "staging_bytes": 4 << 20, "staging_slots": 2}
+PIECE = 64 << 10
+
+
+def a_packed_chunk(target, start, nbytes):
+    """Many segments, each the mirror image's place of the other side, so that none can be merged."""
+    places = range(start, start + nbytes, PIECE)
+    rows = segments(*((0, place, PIECE) for place in places))
+    mirrored = segments(*((0, place, PIECE) for place in reversed(places)))
+    return Chunk(new_transfer_id(), 0, target.peer, rows, mirrored, nbytes)
+
+
+def killed_packer(open_here, open_there, passes):
+    """A target whose writer of packed parts was killed and joined with parts under way.
+
+    ``passes``: how often the target has polled, so that some parts may be in their places.
+    """
+    pair = open_ends(open_there, open_here, SOME, PACKED)
+    source, target = pair.source, pair.target
+    chunk = a_packed_chunk(target, 0, SOME)
+    target.guard.grant(chunk.transfer, source.peer, chunk.target)
+    assert source.guard.submit(chunk)
+    deadline = time.monotonic() + 20
+    while arrived(target) < min(passes, 0.1):
+        assert time.monotonic() < deadline, "no part comes to its place"
+        source.pump()
+        target.pump()
+    source.apply(far_actions.pump_for, 0.5)
+    source.kill()  # and joined
+    assert waiting_bytes() > 0, "no byte waits in a socket: nothing could come late"
+    assert arrived(target) < ALL
+    return target, source
+
+
+@pytest.mark.clause("C6.4")
+def test_control_without_a_fence_packed_bytes_come_after_the_writer_was_joined(open_here, open_there):
+    """Into the slots: what the next test is about does happen."""
+    target, _source = killed_packer(open_here, open_there, 0)
+    (link,) = target.connector._links.values()
+    slots = link._mover._memory
+    at_join = slots.copy()
+    link._agent.get_new_notifs()  # what any progress does
+    assert (slots != at_join).any()
+
+
+@pytest.mark.clause("C6.4", "C5.2", "T3")
+@pytest.mark.parametrize("passes", [0, 1], ids=["before-any-part", "after-some-parts"])
+def test_no_packed_byte_of_a_joined_writer_comes_after_the_fence(open_here, open_there, passes):
+    target, source = killed_packer(open_here, open_there, passes)
+    before = sockets()
+    target.guard.fenced(source.peer)
+    target.guard.disconnect(source.peer)
+    target.pump()
+    assert target.told_quiet(source.peer)
+    assert waiting_bytes() == 0, "a socket is left through which bytes could come"
+    assert sockets() < before, "the link's agent lives on, and what it has open"
+    assert [receipt.transfer for receipt in target.receipts] == [], "T3: the chunk is not complete"
+    stays(target)
+
+
+@pytest.mark.clause("T9", "T5", "C5.2")
+def test_of_cancelled_packed_chunks_one_that_has_begun_ends_with_its_bytes_and_another_writes_none(
+    open_here, open_there
+):
+    pair = open_ends(open_there, open_here, SOME, PACKED)
+    source, target = pair.source, pair.target
+    half = SOME // 2
+    chunks = [a_packed_chunk(target, start, half) for start in (0, half)]
+    for chunk in chunks:
+        target.guard.grant(chunk.transfer, source.peer, chunk.target)
+        assert source.guard.submit(chunk)
+    deadline = time.monotonic() + 20
+    while arrived(target) < 0.01:
+        assert time.monotonic() < deadline, "nothing arrives"
+        source.pump()
+        target.pump()
+    for chunk in chunks:
+        source.guard.cancel(chunk.transfer)
+    pair.pump_until(lambda: sum(one.terminal for one in source.completions) == 2, "T9: both end", 60)
+    ends = {one.transfer: one.outcome for one in source.completions if one.terminal}
+    assert [ends[chunk.transfer] for chunk in chunks] == [Outcome.DONE, Outcome.CANCELLED]
+    memory = memory_of(target)
+    assert (memory[:half] == SENT).all(), "C6.1: it was said to be terminal, and bytes were still to come"
+    assert (memory[half:] == POISON).all(), "T9: a chunk that was taken back has been written"
+    stays(target, 50)
+
+
+@pytest.mark.clause("C6.4", "T7", "T5")
+def test_a_target_killed_under_packed_parts_ends_them_all(open_here, open_there):
+    pair = open_ends(open_here, open_there, SOME, PACKED)
+    source, target = pair.source, pair.target
+    chunks = [a_packed_chunk(target, 0, SOME) for _ in range(2)]
+    assert all(far_actions.submit_all(source, chunks))
+    source.pump()
+    target.kill()
+    pair.pump_until(lambda: len(source.completions) == 2, "T7: both end")
+    assert {one.outcome for one in source.completions} == {Outcome.FAILED}
+    assert all(one.source_quiet for one in source.completions)
+    source.guard.fenced(target.peer)
+    source.pump()
+    assert source.told_quiet(target.peer)
     assert source.guard.outstanding() == 0
