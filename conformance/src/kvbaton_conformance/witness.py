@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -244,3 +244,7 @@ class Witness:
     def wait(self, timeout: float) -> None:
         with self._watch("wait", timeout + CALL_BOUND):
             self.connector.wait(timeout)
+
+    def statistics(self) -> Mapping[str, float]:
+        """From any thread, so nothing is noted."""
+        return self.connector.statistics()

@@ -26,10 +26,11 @@ def carry(open_here, options, count):
 
 
 def test_what_was_measured_is_added_up(open_here):
-    figures, _pair = carry(open_here, {"telemetry": True, "packing": "never"}, 4)
+    figures, pair = carry(open_here, {"telemetry": True, "packing": "never"}, 4)
     assert figures["writes_total"] == 4
     assert figures["write_descriptors_total"] == 12
     assert figures["write_bytes_total"] == 4 * 96
+    assert pair.source.guard.statistics()["connector_writes_total"] == 4
     assert 0 <= figures["write_posting_seconds_total"] <= figures["write_seconds_total"] < 60
 
 
