@@ -1,0 +1,134 @@
+"""``python -m kvbaton_conformance.simulate``: see the package's text."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvbaton_conformance.simulate.mutants import Found, find, guards
+from kvbaton_conformance.simulate.work import Batch, begin, run_batch, story
+
+#: Runs that a worker is given at once.
+_BATCH = 25
+#: So many run seeds belong to one seed.
+_RUNS = 1_000_000_000
+
+
+def _workers(jobs: int) -> ProcessPoolExecutor:
+    """Processes in which a seed says everything: the order of sets, too."""
+    os.environ["PYTHONHASHSEED"] = "0"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin)
+
+
+def main(
+    handoffs: Annotated[int, typer.Option(min=1, help="Hand-offs to simulate, at least.")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="Where the schedules come from.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+    run: Annotated[int | None, typer.Option(min=0, help="Play one run, by its own seed, and tell its story.")] = None,
+    mutants: Annotated[bool, typer.Option("--mutants", help="Take each guard away: in which run is it noticed?")] = False,
+    only: Annotated[str, typer.Option(help="With --mutants: those whose name or guard contains this.")] = "",
+    runs: Annotated[int, typer.Option(min=1, help="With --mutants: runs for each, at most.")] = 400,
+    patience: Annotated[float, typer.Option(min=0.0, help="Seconds to shorten a failing run.")] = 60.0,
+) -> None:
+    """Whole deployments under seeded schedules with faults.  Status 0: every invariant held."""
+    console = Console()
+    with _workers(jobs) as pool:
+        if run is not None:
+            raise typer.Exit(_tell(console, pool, run, patience))
+        if mutants:
+            raise typer.Exit(_mutants(console, pool, only, seed * _RUNS, runs))
+        raise typer.Exit(_simulate(console, pool, handoffs, seed, jobs, patience))
+
+
+def _tell(console: Console, pool: ProcessPoolExecutor, run: int, patience: float) -> int:
+    scenario, told, before, after = pool.submit(story, run, patience).result()
+    broken = "!! " in told
+    console.print(f"run {run}:", highlight=False)
+    console.print(scenario, highlight=False, markup=False)
+    if broken:
+        console.print(f"{before} moves, of which {after} are needed; what happens:", highlight=False)
+    console.print(told, highlight=False, markup=False, soft_wrap=True)
+    return 1 if broken else 0
+
+
+def _simulate(console: Console, pool: ProcessPoolExecutor, handoffs: int, seed: int, jobs: int, patience: float) -> int:
+    started = time.monotonic()
+    done = Batch(0, 0, 0, 0, 0, ())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("hand-offs", total=handoffs, rate="")
+        for batch in _batches(pool, seed * _RUNS, jobs, lambda: done.handoffs >= handoffs or bool(done.broken)):
+            done = Batch(
+                done.runs + batch.runs, done.handoffs + batch.handoffs, done.requests + batch.requests,
+                done.finished + batch.finished, done.moves + batch.moves, done.broken + batch.broken,
+            )  # fmt: skip
+            rate = done.handoffs / (time.monotonic() - started)
+            progress.update(task, completed=min(done.handoffs, handoffs), rate=f"{rate:,.0f}/s")
+    seconds = time.monotonic() - started
+    if done.broken:
+        first, text = min(done.broken)
+        _tell(console, pool, first, patience)
+        console.print(f"again: python -m kvbaton_conformance.simulate --run {first}", highlight=False)
+        for other, what in sorted(done.broken)[1:10]:
+            console.print(f"also run {other}: {what}", highlight=False, markup=False)
+    figures = (
+        f"{done.handoffs:,} hand-offs of {done.requests:,} requests ({done.finished:,} finished) in {done.runs:,} runs,"
+        f" {done.moves:,} moves, seed {seed}; {seconds:.0f} s, {done.handoffs / seconds:,.0f} hand-offs/s,"
+        f" {jobs} processes"
+    )
+    verdict = f"BROKEN: {len(done.broken)} runs" if done.broken else "HOLDS: 0 violations"
+    console.print(f"{verdict}; {figures}", highlight=False, soft_wrap=True)
+    return 1 if done.broken else 0
+
+
+def _batches(pool: ProcessPoolExecutor, first: int, jobs: int, enough: Callable[[], bool]) -> Iterator[Batch]:
+    """Batches in the order of their seeds, so that what is found does not depend on who was faster."""
+    waiting: list[Future[Batch]] = []
+    while not enough():
+        while len(waiting) < 2 * jobs:
+            waiting.append(pool.submit(run_batch, first, _BATCH))
+            first += _BATCH
+        yield waiting.pop(0).result()
+    for future in waiting:
+        future.cancel()
+
+
+def _mutants(console: Console, pool: ProcessPoolExecutor, only: str, first: int, runs: int) -> int:
+    chosen = [mutant for mutant in guards() if only in mutant.name or only in mutant.guard]
+    if not chosen:
+        console.print(f"no guard is called {only}; they are: {', '.join(sorted(m.guard for m in guards()))}")
+        return 2
+    table = Table("guard", "found in run", "clause", "how")
+    futures = [pool.submit(find, mutant.name, first, runs) for mutant in chosen]
+    found: list[Found] = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("guards", total=len(futures))
+        for future in futures:
+            found.append(future.result())
+            progress.advance(task)
+    for one in found:
+        table.add_row(one.guard, str(one.run or "NOT FOUND"), one.clause, one.text[:90])
+    console.print(table)
+    missed = [one.guard for one in found if not one.run]
+    worst = max((one.run for one in found), default=0)
+    console.print(
+        f"{'MISSED: ' + ', '.join(missed) if missed else 'FOUND: all'}; {len(found) - len(missed)} of {len(found)} guards"
+        f" within {worst if not missed else runs} runs, seed {first // _RUNS}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    typer.run(main)
