@@ -5,11 +5,13 @@
     python benchmarks --json PATH         also write what this run measured
     python benchmarks --attempts 5        on a machine that others use: keep each benchmark's least disturbed run
     python benchmarks --save              also keep it: results/PN.json, and results.md and results.svg over all of them
+    python benchmarks --devices 0,1       CUDA devices of source and target, for those that want to know; 0,0 by default
 
 A benchmark is a module ``pN_name.py`` beside this file with ``run() -> list of rows``; a row has ``id``, ``case``,
 ``value``, ``unit``, ``target``, ``ok`` (None: no target), and ``better`` (``higher`` where it is not stated), and
 whatever else stands behind the value.  One that cannot run here raises: it is reported, the others run, and the exit
-status is 1.  A target that was missed changes no exit status: a figure is no test.
+status is 1; or 3 where all that could not be measured wants something that is not here, such as a CUDA device.  A
+target that was missed changes no exit status: a figure is no test.
 
 Each result keeps the machine, the versions and the command, because some need another machine than others; and how
 disturbed it was: the load, and the share of the time for which this process was ready to run and another one had the
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
+import inspect
 import json
 import os
 import platform
@@ -33,6 +36,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from absent import Absent
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -63,7 +67,7 @@ def _number(name: str) -> int:
     return int(name[1:])
 
 
-def measure(name: str, file: Path, command: str) -> Result:
+def measure(name: str, file: Path, command: str, devices: tuple[int, int]) -> Result:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -71,10 +75,12 @@ def measure(name: str, file: Path, command: str) -> Result:
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     began, before, delay = time.perf_counter(), os.getloadavg()[0], run_delay()
-    rows: list[Row] = module.run()
+    wants = "devices" in inspect.signature(module.run).parameters
+    rows: list[Row] = module.run(devices=devices) if wants else module.run()
     seconds = time.perf_counter() - began
     return {
         "id": name,
+        "file": f"{name}-{devices[0]}-{devices[1]}" if wants and devices != (0, 0) else name,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": machine(),
@@ -86,12 +92,12 @@ def measure(name: str, file: Path, command: str) -> Result:
     }
 
 
-def least_disturbed(attempts: int, name: str, file: Path, command: str) -> Result:
-    best = measure(name, file, command)
+def least_disturbed(attempts: int, name: str, file: Path, command: str, devices: tuple[int, int]) -> Result:
+    best = measure(name, file, command, devices)
     for _ in range(attempts - 1):
         if best["disturbed"] is None or best["disturbed"] < QUIET:
             break
-        best = min(best, measure(name, file, command), key=lambda result: result["disturbed"])
+        best = min(best, measure(name, file, command, devices), key=lambda result: result["disturbed"])
     return best
 
 
@@ -109,7 +115,11 @@ def machine() -> dict[str, Any]:
     if info.exists():
         names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
         cpu = names[0] if names else cpu
-    return {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+    facts = {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        facts["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    return facts
 
 
 def versions() -> dict[str, str]:
@@ -162,17 +172,26 @@ def markdown(results: list[Result]) -> str:
         "",
         "![Each figure as a multiple of its target](results.svg)",
         "",
+        *notes(),
         "| id | run | on | load | disturbed | with |",
     ]
     lines += ["| --- " * 6 + "|"]
     for result in results:
         m, load, share = result["machine"], result["load"], result["disturbed"]
+        on = ", ".join([m["cpu"], f"{m['cores']} cores", *([m["gpu"]] if "gpu" in m else [])])
         of = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         lines.append(
-            f"| {result['id']} | `{result['command']}`, {result['date']} | {m['cpu']}, {m['cores']} cores |"
+            f"| {result['id']} | `{result['command']}`, {result['date']} | {on} |"
             f" {load[0]} to {load[1]} | {'' if share is None else f'{share:.0%}'} | {of} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def notes() -> list[str]:
+    """What was found out besides the figures, and the pictures of where packing pays, if there are any."""
+    lines = (RESULTS / "notes.md").read_text().splitlines() if (RESULTS / "notes.md").exists() else []
+    pictures = [f"![{file.stem}]({file.name})" for file in sorted(RESULTS.glob("crossover-*.svg"))]
+    return [line for part in (lines, pictures) if part for line in (*part, "")]
 
 
 def plot(results: list[Result], path: Path) -> None:
@@ -199,7 +218,7 @@ def plot(results: list[Result], path: Path) -> None:
 def keep(results: list[Result]) -> None:
     RESULTS.mkdir(exist_ok=True)
     for result in results:
-        (RESULTS / f"{result['id']}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (RESULTS / f"{result.get('file', result['id'])}.json").write_text(json.dumps(result, indent=1) + "\n")
     kept = [json.loads(file.read_text()) for file in RESULTS.glob("P*.json")]
     kept.sort(key=lambda result: _number(result["id"]))
     (RESULTS / "results.md").write_text(markdown(kept))
@@ -214,6 +233,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="IDS", help=f"comma-separated, out of {', '.join(known)}")
     parser.add_argument("--json", metavar="PATH", type=Path, help="write what this run measured there")
     parser.add_argument("--attempts", metavar="N", type=int, default=1, help="keep the least disturbed of up to N runs")
+    parser.add_argument("--devices", metavar="I,J", default="0,0", help="CUDA devices of source and target")
     parser.add_argument("--save", action="store_true", help="keep it in benchmarks/results/")
     arguments = parser.parse_args()
     chosen = [name.strip().upper() for name in arguments.only.split(",")] if arguments.only else list(known)
@@ -222,14 +242,22 @@ def main() -> int:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
     only = ["--only", ",".join(chosen)] if arguments.only else []
     several = ["--attempts", str(arguments.attempts)] if arguments.attempts > 1 else []
-    command = shlex.join(["python", "benchmarks", *only, *several])
+    on = ["--devices", arguments.devices] if arguments.devices != "0,0" else []
+    try:
+        first, second = map(int, arguments.devices.split(","))
+    except ValueError:
+        parser.error(f"--devices {arguments.devices}: two numbers are wanted, as in 0,1")
+    command = shlex.join(["python", "benchmarks", *only, *several, *on])
     console, errors = Console(), Console(stderr=True)
     results: list[Result] = []
-    failed = []
+    failed, absent = [], []
     for number, name in enumerate(chosen, 1):
         errors.print(f"[{number}/{len(chosen)}] {name}: {known[name].stem} ...", markup=False, highlight=False)
         try:
-            results.append(least_disturbed(arguments.attempts, name, known[name], command))
+            results.append(least_disturbed(arguments.attempts, name, known[name], command, (first, second)))
+        except Absent as reason:
+            absent.append(name)
+            errors.print(f"{name}: {reason}", markup=False, highlight=False)
         except Exception:  # the others still run
             failed.append(name)
             traceback.print_exc()
@@ -240,7 +268,7 @@ def main() -> int:
         keep(results)
     if failed:
         errors.print(f"could not be measured: {', '.join(failed)} (see above)", style="red")
-    return 1 if failed else 0
+    return 1 if failed else 3 if absent else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Two processes, and the same bytes moved between them by kvbaton over NIXL and by NIXL's own API, taking turns.
 
 NIXL's own API is used as its manual says is fastest: descriptor lists prepared once, a write made from index arrays,
-handles polled in a loop.  The target process polls both all the time.  What is timed, at the source, is from the first
-call to the last write known to be done at the target; with packing that includes the target's scatter.
+handles polled in a loop.  The target process polls whichever has its turn.  What is timed, at the source, is from the
+first call to the last write known to be done at the target; with packing that includes the target's scatter.
+
+Segments lie scattered over twice the memory that they need, on both sides.  Before anything is timed, each way of
+kvbaton's moves every shape once into memory that was cleared, and every byte of the target is looked at.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,58 +26,114 @@ from kvbaton.guard import GuardedConnector, GuardLimits
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments, split
 
+KiB, MiB = 1 << 10, 1 << 20
 #: Segments are scattered over this many times the memory that they need, on both sides.
 SPREAD = 2
+#: What a chunk is at most in a deployment that is not told otherwise.
+CHUNK_BYTES = 64 * MiB
+#: The way that is not kvbaton's.
+RAW = "nixl"
 _SPACES = {"host": "DRAM", "cuda": "VRAM"}
 
 
 class Memory:
-    """Host or device memory of one process, filled."""
+    """Host memory, or that of CUDA device ``device``, of one process; zeroed."""
 
-    def __init__(self, kind: str, nbytes: int, value: int) -> None:
-        self.kind, self.nbytes = kind, nbytes
+    def __init__(self, kind: str, device: int, nbytes: int) -> None:
+        self.kind, self.device, self.nbytes = kind, device, nbytes
         if kind == "host":
-            self.owner: Any = np.full(nbytes, value, np.uint8)
+            self.owner: Any = np.zeros(nbytes, np.uint8)
             self.region = MemoryRegion.of_array(0, self.owner)
         else:
             import torch
 
-            self.owner = torch.full((nbytes,), value, dtype=torch.uint8, device="cuda")
-            torch.cuda.synchronize()
-            self.region = MemoryRegion(0, "cuda", 0, self.owner.data_ptr(), nbytes, self.owner)
+            self.owner = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+            torch.cuda.synchronize(device)
+            self.region = MemoryRegion(0, "cuda", device, self.owner.data_ptr(), nbytes, self.owner)
 
-    def count(self, value: int) -> int:
-        """Bytes that are ``value``."""
-        return int((self.owner == value).sum())
+    def fill(self, length: int, values: np.ndarray) -> None:
+        """Cell after cell of ``length`` bytes, each all of one value."""
+        cells = self.owner[: len(values) * length].reshape(len(values), length)
+        cells[:] = self._column(values)
+        self._wait()
+
+    def wrong(self, length: int, values: np.ndarray) -> int:
+        """How many bytes are not what :meth:`fill` would have made them."""
+        cells = self.owner[: len(values) * length].reshape(len(values), length)
+        return int((cells != self._column(values)).sum())
+
+    def _column(self, values: np.ndarray) -> Any:
+        if self.kind == "host":
+            return values[:, None]
+        import torch
+
+        return torch.from_numpy(values).to(self.owner.device)[:, None]
+
+    def _wait(self) -> None:
+        if self.kind == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+
+class Shape:
+    """``count`` segments of ``length`` bytes, and where they are at either end; the same in both processes."""
+
+    def __init__(self, length: int, count: int) -> None:
+        self.length, self.count, self.cells = length, count, SPREAD * count
+        draw = np.random.default_rng(length)
+        self.reads, self.writes = (draw.permutation(self.cells)[:count] for _ in range(2))
+
+    def source(self) -> np.ndarray:
+        """What each cell of the source holds: never 0."""
+        return (np.arange(self.cells) % 251 + 1).astype(np.uint8)
+
+    def target(self) -> np.ndarray:
+        """What each cell of the target holds once everything has come."""
+        cells = np.zeros(self.cells, np.uint8)
+        cells[self.writes] = self.source()[self.reads]
+        return cells
 
 
 class Raw:
     """NIXL's own API at one end."""
 
-    def __init__(self, name: str, memory: Memory, options: Any) -> None:
+    def __init__(self, name: str, memory: Memory) -> None:
         from kvbaton_nixl import library
+        from kvbaton_nixl.options import NixlOptions
 
-        self.agent = library.make_agent(f"{name}-{os.getpid()}", options)
-        self.space = _SPACES[memory.kind]
+        self.agent = library.make_agent(f"{name}-{os.getpid()}", NixlOptions())
+        self.space, self.device = _SPACES[memory.kind], memory.device
         self.base = memory.region.address
-        self.agent.register_memory([(self.base, memory.nbytes, 0, "")], self.space)
+        self.agent.register_memory([(self.base, memory.nbytes, self.device, "")], self.space)
+        self.lists: list[Any] = []
 
-    def rows(self, base: int, offsets: np.ndarray, length: int) -> Any:
-        rows = np.empty((len(offsets), 3), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = base + offsets, length, 0
-        return self.agent.get_xfer_descs(rows, self.space)
-
-    def prepare(self, peer: bytes, base: int, reads: np.ndarray, writes: np.ndarray, length: int) -> None:
+    def meet(self, peer: bytes, base: int, device: int) -> None:
         name = self.agent.add_remote_agent(peer)
         self.name = name.decode() if isinstance(name, bytes) else name
-        self.ours = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self.rows(self.base, reads, length))
-        self.theirs = self.agent.prep_xfer_dlist(self.name, self.rows(base, writes, length))
+        self.there = (base, device)
 
-    def transfer(self, pieces: list[np.ndarray]) -> None:
+    def _rows(self, base: int, device: int, cells: np.ndarray, length: int) -> Any:
+        rows = np.empty((len(cells), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = base + cells * length, length, device
+        return self.agent.get_xfer_descs(rows, self.space)
+
+    def prepare(self, shape: Shape) -> None:
+        for old in self.lists:
+            old.release()
+        here = self._rows(self.base, self.device, shape.reads, shape.length)
+        there = self._rows(*self.there, shape.writes, shape.length)
+        self.lists = [
+            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", here),
+            self.agent.prep_xfer_dlist(self.name, there),
+        ]
+
+    def transfer(self, pieces: Sequence[np.ndarray]) -> None:
         """All segments, in as many writes as kvbaton makes chunks."""
+        ours, theirs = self.lists
         waiting = []
         for piece in pieces:
-            handle = self.agent.make_prepped_xfer("WRITE", self.ours, piece, self.theirs, piece, b"x" * 48)
+            handle = self.agent.make_prepped_xfer("WRITE", ours, piece, theirs, piece, b"x" * 48)
             self.agent.transfer(handle)
             waiting.append(handle)
         while waiting:
@@ -88,111 +148,168 @@ class Raw:
             waiting = still
 
 
-def _guard(name: str, memory: Memory, options: Any) -> GuardedConnector:
+def guarded(name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedConnector:
+    """One end of kvbaton, with budgets that nothing here exhausts."""
     from kvbaton_nixl import plugin
 
     peer = PeerId.start(name)
-    device = 0 if memory.kind == "cuda" else None
+    device = memory.device if memory.kind == "cuda" else None
     guard = GuardedConnector(
-        plugin.open(options, ConnectorContext(peer, device)), transport="nixl", version="1", peer=peer,
-        limits=GuardLimits(inflight_bytes=1 << 40, inflight_segments=1 << 30, unreceipted_chunks=1 << 16),
+        plugin.open(plugin.Options(**options), ConnectorContext(peer, device)), transport="nixl", version="1",
+        peer=peer, limits=GuardLimits(inflight_bytes=1 << 40, inflight_segments=1 << 30, unreceipted_chunks=1 << 16),
     )  # fmt: skip
     guard.register([memory.region])
     return guard
 
 
-def target(pipe: Any, kind: str, nbytes: int, options: Any) -> None:
-    """The other process: polls until it is told to stop, and says how many bytes have arrived."""
-    memory = Memory(kind, nbytes, 0)
-    raw = Raw("raw-decode", memory, options)
-    guard = _guard("decode-0", memory, options)
-    pipe.send((raw.agent.get_agent_metadata(), memory.region.address, guard.endpoint().encode()))
-    guard.connect(Endpoint.decode(pipe.recv()))
-    turns = 0
+def target(pipe: Any, kind: str, device: int, nbytes: int, ways: Mapping[str, Mapping[str, Any]]) -> None:
+    """The other process: polls the way that has its turn, and says what is wrong with what has come."""
+    memory = Memory(kind, device, nbytes)
+    raw = Raw("raw-decode", memory)
+    guards = {way: guarded(f"decode-{way}", memory, options) for way, options in ways.items()}
+    endpoints = {way: guard.endpoint().encode() for way, guard in guards.items()}
+    pipe.send((raw.agent.get_agent_metadata(), memory.region.address, endpoints))
+    for way, endpoint in pipe.recv().items():
+        guards[way].connect(Endpoint.decode(endpoint))
+    turn, idle = RAW, 0
     while True:
-        busy = bool(guard.poll().receipts)
-        raw.agent.get_new_notifs()
-        turns += 1
-        if not busy:
-            os.sched_yield()
-            if turns % 64 == 0 and pipe.poll(0):
-                match pipe.recv():
-                    case "count":
-                        pipe.send(memory.count(7))
-                    case "stop":
-                        break
-    guard.disconnect(guard.peer)
+        if turn == RAW:
+            busy = bool(raw.agent.get_new_notifs())
+        else:
+            busy = bool(guards[turn].poll())
+        if busy:
+            continue
+        os.sched_yield()
+        idle += 1
+        if idle % 64 == 0 and pipe.poll(0):
+            match pipe.recv():
+                case "turn", turn:
+                    pipe.send(turn)
+                case "clear", length, cells:
+                    memory.fill(length, np.zeros(cells, np.uint8))
+                    pipe.send("cleared")
+                case "check", length, count:
+                    pipe.send(memory.wrong(length, Shape(length, count).target()))
+                case "stop":
+                    break
     pipe.send("over")
-    os._exit(0)  # what is timed is over; the kit looks at ends
+    os._exit(0)  # what is timed is over; how ends are closed is for the kit to look at
 
 
-class Bench:
-    """The source, warm and connected.  ``options`` are the connector's."""
+class Source:
+    """The source, connected in every way."""
 
-    def __init__(self, kind: str, length: int, count: int, chunk_bytes: int, options: Any, pipe: Any) -> None:
-        cells = SPREAD * count
-        draw = np.random.default_rng(length)
-        self.memory = Memory(kind, cells * length, 7)
-        reads, writes = (draw.permutation(cells)[:count] * length for _ in range(2))
-        lengths = np.full(count, length)
-        zeros = np.zeros(count, np.int32)
-        self.batches = split(
-            Segments(zeros, reads, lengths), Segments(zeros.copy(), writes, lengths.copy()), chunk_bytes, 1 << 14
-        )
-        ends = np.cumsum([len(source) for source, _ in self.batches])
-        self.pieces = [
+    def __init__(self, pipe: Any, kind: str, devices: tuple[int, int], nbytes: int, ways: Mapping[str, Any]) -> None:
+        self._pipe = pipe
+        self._memory = Memory(kind, devices[0], nbytes)
+        self._raw = Raw("raw-prefill", self._memory)
+        self._guards = {way: guarded(f"prefill-{way}", self._memory, options) for way, options in ways.items()}
+        metadata, address, endpoints = pipe.recv()
+        pipe.send({way: guard.endpoint().encode() for way, guard in self._guards.items()})
+        self._raw.meet(metadata, address, devices[1])
+        self._peers = {way: Endpoint.decode(endpoint).peer for way, endpoint in endpoints.items()}
+        for way, guard in self._guards.items():
+            self._ask("turn", way)
+            guard.connect(Endpoint.decode(endpoints[way]))
+            while not any(event.up for event in guard.poll().peers):
+                os.sched_yield()
+
+    def _ask(self, *words: Any) -> Any:
+        self._pipe.send(words)
+        return self._pipe.recv()
+
+    def take(self, length: int, count: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """What is moved from now on.  Every way of kvbaton's has moved it once, and was looked at (T3)."""
+        shape = self._shape = Shape(length, count)
+        self._memory.fill(length, shape.source())
+        lengths, zeros = np.full(count, length), np.zeros(count, np.int32)
+        here, there = (Segments(zeros.copy(), cells * length, lengths.copy()) for cells in (shape.reads, shape.writes))
+        self._batches = split(here, there, chunk_bytes, 1 << 14)
+        ends = np.cumsum([len(source) for source, _ in self._batches])
+        self._pieces = [
             np.arange(end - len(source), end, dtype=np.int32)
-            for end, (source, _) in zip(ends, self.batches, strict=True)
+            for end, (source, _) in zip(ends, self._batches, strict=True)
         ]
-        self.raw = Raw("raw-prefill", self.memory, options)
-        self.guard = _guard("prefill-0", self.memory, options)
-        metadata, address, endpoint = pipe.recv()
-        pipe.send(self.guard.endpoint().encode())
-        self.peer = Endpoint.decode(endpoint).peer
-        self.guard.connect(Endpoint.decode(endpoint))
-        while not any(event.up for event in self.guard.poll().peers):
-            os.sched_yield()
-        self.raw.prepare(metadata, address, reads, writes, length)
+        for way in self._guards:
+            self._ask("clear", length, shape.cells)
+            self.turn(way)
+            wrong = self._ask("check", length, count)
+            if wrong:
+                raise RuntimeError(f"T3: {way}: {wrong} bytes of {count} x {length} are wrong")
+        self._raw.prepare(shape)
 
-    def by_kvbaton(self) -> None:
+    def turn(self, way: str) -> float:
+        """Move everything once; seconds."""
+        self._ask("turn", way)
+        start = time.perf_counter()
+        if way == RAW:
+            self._raw.transfer(self._pieces)
+        else:
+            self._by_kvbaton(self._guards[way], self._peers[way])
+        return time.perf_counter() - start
+
+    def rates(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
+        """GB/s of each way, the median over ``repeats`` in which they take turns; and two rounds before them."""
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(repeats + 2):
+            for way in ways:
+                spent = self.turn(way)
+                if turn >= 2:
+                    seconds[way].append(spent)
+        nbytes = self._shape.length * self._shape.count
+        return {way: nbytes / statistics.median(spent) / 1e9 for way, spent in seconds.items()}
+
+    def copy_rate(self) -> float:
+        """GB/s of a copy within the source's own memory: one thread's memcpy, or the device's own."""
+        half = min(self._memory.nbytes // 2, 1 << 30)
+        here, there = self._memory.owner[:half], self._memory.owner[half : 2 * half]
+        spent = []
+        for _ in range(7):
+            self._memory._wait()
+            start = time.perf_counter()
+            if self._memory.kind == "host":
+                np.copyto(there, here)
+            else:
+                there.copy_(here)
+            self._memory._wait()
+            spent.append(time.perf_counter() - start)
+        return half / statistics.median(spent) / 1e9
+
+    def _by_kvbaton(self, guard: GuardedConnector, peer: PeerId) -> None:
         transfer = new_transfer_id()
         waiting = [
-            Chunk(transfer, sequence, self.peer, source, goal, source.nbytes)
-            for sequence, (source, goal) in enumerate(self.batches)
+            Chunk(transfer, sequence, peer, source, goal, source.nbytes)
+            for sequence, (source, goal) in enumerate(self._batches)
         ]
         waiting.reverse()
         left = len(waiting)
         while left:
-            while waiting and self.guard.submit(waiting[-1]):
+            while waiting and guard.submit(waiting[-1]):
                 waiting.pop()
-            done = self.guard.poll().completions
+            done = guard.poll().completions
             for completion in done:
                 if completion.outcome.value != "done":
                     raise RuntimeError(f"chunk {completion.sequence}: {completion.error}")
             left -= len(done)
             if not done:
                 os.sched_yield()
-        self.guard.acknowledge(transfer)
-
-    def by_nixl(self) -> None:
-        self.raw.transfer(self.pieces)
+        guard.acknowledge(transfer)
 
 
 @contextlib.contextmanager
-def bench(kind: str, length: int, count: int, chunk_bytes: int, options: Any) -> Iterator[Bench]:
-    """A source here and a target in a process of its own."""
+def pair(
+    kind: str, nbytes: int, ways: Mapping[str, Mapping[str, Any]], devices: tuple[int, int] = (0, 0)
+) -> Iterator[Source]:
+    """A source here and a target in a process of its own, with ``nbytes`` of memory each.
+
+    ``ways``: the connector's options for each way of kvbaton's; :data:`RAW` is there besides.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    nbytes = SPREAD * count * length
-    process = context.Process(target=target, args=(theirs, kind, nbytes, options), daemon=True)
+    process = context.Process(target=target, args=(theirs, kind, devices[1], nbytes, ways), daemon=True)
     process.start()
     try:
-        one = Bench(kind, length, count, chunk_bytes, options, ours)
-        yield one
-        ours.send("count")
-        arrived = ours.recv()
-        if arrived != count * length:
-            raise RuntimeError(f"T3: {arrived} of {count * length} bytes arrived")
+        yield Source(ours, kind, devices, nbytes, ways)
         ours.send("stop")
         ours.recv()
     finally:
@@ -200,21 +317,59 @@ def bench(kind: str, length: int, count: int, chunk_bytes: int, options: Any) ->
         process.join()
 
 
-def measure(
-    kind: str, length: int, count: int, *, chunk_bytes: int = 64 << 20, repeats: int = 15, **options: Any
-) -> dict[str, float]:
-    """``kvbaton`` and ``nixl``: median GB/s of each; ``ratio`` of them."""
-    from kvbaton_nixl.options import NixlOptions
+# -- the crossover -----------------------------------------------------------------------------------------------------
 
-    with bench(kind, length, count, chunk_bytes, NixlOptions(**options)) as one:
-        times: dict[str, list[float]] = {"kvbaton": [], "nixl": []}
-        for turn in range(repeats + 2):
-            for name, way in (("kvbaton", one.by_kvbaton), ("nixl", one.by_nixl)):
-                start = time.perf_counter()
-                way()
-                if turn >= 2:
-                    times[name].append(time.perf_counter() - start)
-    nbytes = length * count
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    rates = {name: nbytes / seconds / 1e9 for name, seconds in medians.items()}
-    return {**rates, "ratio": medians["nixl"] / medians["kvbaton"]}
+CROSSOVER_WAYS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "never": {"packing": "never"},
+    "always": {"packing": "always"},
+}
+
+
+def crossover(source: Source, lengths: Sequence[int], total: int, repeats: int) -> list[dict[str, float]]:
+    """GB/s of each way for each length of segment, ``total`` bytes at a time and at most 8192 segments."""
+    found = []
+    for length in lengths:
+        count = max(8, min(8192, total // length))
+        source.take(length, count)
+        found.append({"length": length, "count": count, **source.rates([RAW, *CROSSOVER_WAYS], repeats)})
+    return found
+
+
+def crossing(points: Sequence[Mapping[str, float]]) -> float:
+    """The length at which *never* overtakes *always*, between two measured ones by a line over their logarithms; the
+    largest measured where it does not."""
+    for before, after in pairwise(points):
+        was, is_ = (np.log(point["always"] / point["never"]) for point in (before, after))
+        if was > 0 >= is_:
+            share = was / (was - is_)
+            return float(before["length"] * (after["length"] / before["length"]) ** share)
+    return float(points[-1]["length"] if points[-1]["always"] > points[-1]["never"] else points[0]["length"])
+
+
+def plot_crossover(points: Sequence[Mapping[str, float]], title: str, below: int, path: Any) -> None:
+    """Rate over length of segment, a line for each way; ``below`` is where *auto* changes over."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvbaton"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    labels = {RAW: "NIXL's own API", "never": "packing = never", "always": "packing = always", "auto": "packing = auto"}
+    styles = {RAW: "k--", "never": "o-", "always": "s-", "auto": "x:"}
+    for way, label in labels.items():
+        axes.plot(
+            [point["length"] / KiB for point in points], [point[way] for point in points], styles[way], label=label
+        )
+    axes.axvline(below / KiB, color="grey", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("length of a segment, KiB (grey line: auto packs below)")
+    axes.set_ylabel("GB/s")
+    axes.set_title(title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
