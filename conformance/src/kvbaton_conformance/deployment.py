@@ -510,10 +510,11 @@ class Deployment:
         for event in events:
             if isinstance(event, ChannelLost):
                 self._carry_out(self.coordinator.peer_lost(event.peer, event.reason, self.clock()))
-            elif isinstance(event.message, messages.Reply):
+                continue
+            self.mail.append(Mail("from", event.peer, event.message))
+            if isinstance(event.message, messages.Reply):
                 self.coordinator.heard(event.peer, self.clock())
             else:
-                self.mail.append(Mail("from", event.peer, event.message))
                 self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))
                 if self.echoing and messages.family_of(event.message) == "transfer":
                     self._carry_out(self.coordinator.handle(event.peer, event.message, self.clock()))

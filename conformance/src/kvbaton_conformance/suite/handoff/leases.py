@@ -120,9 +120,8 @@ class Leases(DeploymentTopic):
     def test_nothing_is_freed_by_age(self, open_deployment: OpenDeployment, boundary: Boundary) -> None:
         """A day passes at every boundary, with no deadline set: everything is where it was, and goes on."""
         never = Deadlines(*[math.inf] * 6)
-        world = open_deployment(
-            stepped=True, deadlines=never, settings={"deadline.chunk": 1e6, "deadline.connect": 1e6}
-        )
+        settings = {f"deadline.{name}": 1e6 for name in ("chunk", "receipts", "connect")}
+        world = open_deployment(stepped=True, deadlines=never, settings=settings)
         answer = world.submit("a", REQUEST)
         boundary.go(world)
         used = {name: seat.engine.statistics()["blocks_used"] for name, seat in world.seats.items()}
