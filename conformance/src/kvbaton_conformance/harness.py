@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from kvbaton.connector import (
     Chunk,
@@ -277,6 +277,27 @@ class LocalEnd(End):
         )
 
 
+_News = TypeVar("_News", Completion, Receipt)
+
+
+class _Own(Generic[_News]):
+    """One chunk's part of what an end has heard.  Looks at each event once: many chunks are asked after in each pass of
+    a test, and would otherwise take more time than the transport.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._key = (chunk.transfer, chunk.sequence)
+        self._found: list[_News] = []
+        self._seen = 0
+
+    def of(self, heard: list[_News]) -> list[_News]:
+        if len(heard) < self._seen:  # a test has cleared it
+            self._found, self._seen = [], 0
+        self._found += [one for one in heard[self._seen :] if (one.transfer, one.sequence) == self._key]
+        self._seen = len(heard)
+        return list(self._found)
+
+
 @dataclass(eq=False)
 class Sent:
     """One submitted chunk and what both ends have heard of it.  ``expected``: the target's memory once it arrived."""
@@ -287,24 +308,18 @@ class Sent:
     source: End
     target: End
 
+    def __post_init__(self) -> None:
+        self._completions = _Own[Completion](self.chunk)
+        self._receipts = _Own[Receipt](self.chunk)
+
     @property
     def completions(self) -> list[Completion]:
         """In the order in which they were reported."""
-        chunk = self.chunk
-        return [
-            done
-            for done in self.source.completions
-            if (done.transfer, done.sequence) == (chunk.transfer, chunk.sequence)
-        ]
+        return self._completions.of(self.source.completions)
 
     @property
     def receipts(self) -> list[Receipt]:
-        chunk = self.chunk
-        return [
-            receipt
-            for receipt in self.target.receipts
-            if (receipt.transfer, receipt.sequence) == (chunk.transfer, chunk.sequence)
-        ]
+        return self._receipts.of(self.target.receipts)
 
     @property
     def received(self) -> bool:
