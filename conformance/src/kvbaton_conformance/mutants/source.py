@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvbaton.handoff.source import Source
+from kvbaton.stage.prefill import PrefillStage
 from kvbaton_conformance.mutants.mutant import Registry, edit
 
 _machine = Registry("machine")
@@ -20,6 +21,7 @@ guard(
     edit(P.may_submit,
          "return record is not None and record.phase is _PREFILLING and record.chunks.get(sequence) is _READY",
          "return record is None or record.chunks.get(sequence) in (_READY, None)"),
+    edit(PrefillStage._drop_chunks, "            state.lane.ready.pop((transfer, sequence), None)\n", "            pass\n"),
 )  # fmt: skip
 guard(
     "P.commit-counts-all", "Commit is sent with the first submission", "C4 C4.2 A1",
