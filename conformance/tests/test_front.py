@@ -187,6 +187,86 @@ def test_a_skip_by_anybody_else_is_a_failure(judge):
     assert "something else than the kit skipped it: Skipped: slow today" in output
 
 
+def test_markers_of_a_third_party_make_no_test_absent(judge, tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        """
+import pytest
+
+def pytest_itemcollected(item):
+    item.add_marker(pytest.mark.requires("disconnect_fences", cross_process=True))
+    item.add_marker(pytest.mark.mode("two-processes"))
+    item.add_marker(pytest.mark.absent_where(reason=lambda subject: "not today"))
+    item.add_marker(pytest.mark.clause("T13"))
+"""
+    )
+    body = """
+    class TestMine(ConnectorConformance):
+        connector = "loopback"
+        pytestmark = __import__("pytest").mark.requires(quiet="never")
+    """
+    status, output = judge(body, *ONE.split(), "--conformance-report", "out")
+    assert status == 0, output
+    (result,) = json.loads((tmp_path / "out" / "conformance.json").read_text())["tests"]
+    assert (result["outcome"], result["clauses"]) == ("passed", ["T5"])
+
+
+@pytest.mark.parametrize("skips", ["pytest.skip('not today', allow_module_level=True)", "pytest.importorskip('nope')"])
+def test_a_module_that_skips_itself_is_an_error(judge, tmp_path, skips):
+    (tmp_path / "test_other.py").write_text("def test_other(): pass")
+    (tmp_path / "test_skips.py").write_text(
+        f"import pytest\nfrom kvbaton_conformance import ConnectorConformance\n{skips}\n"
+        "class TestSkipped(ConnectorConformance): connector = 'loopback'"
+    )
+    for others in ((), ("test_other.py",)):
+        status, output = judge("", *others, target="test_skips.py")
+        assert status == 1, output
+        assert "error: test_skips.py skipped itself, and with it TestSkipped: " in output
+        assert "NO VERDICT" in output
+    (tmp_path / "test_skips.py").write_text(f"import pytest\n{skips}\nclass TestMine(object): pass")
+    status, output = judge("", "test_other.py", target="test_skips.py")
+    assert status == 0, output
+
+
+def test_what_the_first_test_of_a_class_leaves_is_found(judge):
+    body = """
+    from kvbaton_loopback.connector import LoopbackConnector as Loopback
+    import os
+    class Leaks(LoopbackPlugin):
+        name = "leaks"
+        def open(self, options, context):
+            os.dup(1)
+            return Loopback(context.peer, options)
+    class TestMine(ConnectorConformance): connector = Leaks()
+    """
+    status, output = judge(body, *ONE.split())
+    assert status == 1, output
+    assert "T10: something was left behind after everything was closed" in output
+    assert re.search(r"seen: descriptor \d+ .*; descriptor", output)
+
+
+def test_a_failure_tells_what_each_end_has_heard(judge, tmp_path):
+    body = """
+    from kvbaton.connector import Progress
+    class Wasteful(LoopbackConnector):
+        def poll(self):
+            return super().poll() or Progress()
+    class Wastes(LoopbackPlugin):
+        name = "wastes"
+        def open(self, options, context):
+            return Wasteful(context.peer, options)
+    class TestMine(ConnectorConformance): connector = Wastes()
+    """
+    part = ("-k", "test_a_poll_that_finds_nothing", "--conformance-partial")
+    status, output = judge(body, *part, "--conformance-report", "out")
+    assert status == 1, output
+    (failed,) = json.loads((tmp_path / "out" / "conformance.json").read_text())["tests"]
+    assert failed["broken"] == "T12"
+    assert "what each end has heard" in output
+    assert re.search(r"prefill-0@\w+ heard 1 peer events\n +\S+ s peer decode-0@\w+ is up", failed["events"])
+    assert re.search(r"decode-0@\w+ heard 1 peer events", failed["events"])
+    assert "what each end had heard" in (tmp_path / "out" / "conformance.html").read_text()
+
+
 def test_hardware_that_is_absent_is_a_skip_and_an_error_on_demand(judge):
     body = 'class TestMine(ConnectorConformance):\n    connector = refuses\n    needs_hardware = "such a device"\n'
     status, output = judge(body)
@@ -230,6 +310,7 @@ def test_a_known_failure_is_strict(judge, tmp_path):
     status, output = judge(body, *options, known(tmp_path, "completion::test_a_chunk_ends_once"))
     assert status == 0, output
     assert "known failure" in output
+    assert "known, 1 tests: it repeats itself" in output
     status, output = judge(MINE, *options, known(tmp_path, "completion::test_a_chunk_ends_once[in-process]"))
     assert status == 1
     assert "is a known failure (it repeats itself, https://example.org/7), and passed: take it out" in output
@@ -239,6 +320,47 @@ def test_a_known_failure_is_strict(judge, tmp_path):
     status, output = judge(body, *options, known(tmp_path, "completion::test_a_chunk_ends_once", link=""))
     assert status == 4
     assert "it needs test, reason and link" in output
+
+
+_BROKEN_GUARD = """
+from kvbaton.guard import GuardedConnector
+from kvbaton_conformance import GuardConformance
+
+GuardedConnector._enter = lambda self: None
+
+class TestMine(GuardConformance): pass
+"""
+
+
+def excuse(tmp_path: Path, *tests: str) -> str:
+    entry = '[[known]]\ntest = "{}"\nreason = "threads are free here"\nlink = "https://example.org/8"\n'
+    (tmp_path / "known.toml").write_text("".join(entry.format(test) for test in tests))
+    return "known.toml"
+
+
+def test_known_failures_excuse_tests_and_no_whole_clause(judge, tmp_path):
+    level = ("--conformance-level", "guard", "--known-failures")
+    both = "guard.ownership::test_every_method_has_one_thread", "guard.ownership::test_the_owner_may_let_go"
+    status, output = judge(_BROKEN_GUARD, *level, excuse(tmp_path, *both))
+    assert status == 1, output
+    assert "known failures excuse tests, not a mandatory clause of which no test passes: T11 (guard)" in output
+    assert "NO VERDICT on core's guard" in output
+    less = _BROKEN_GUARD.replace(
+        "lambda self: None",
+        "(lambda enter: lambda self: None if __import__('threading').current_thread().name != 'MainThread' else"
+        " enter(self))(GuardedConnector._enter)",
+    )
+    status, output = judge(less, *level, excuse(tmp_path, both[0]))
+    assert status == 0, output
+    assert re.search(r"core's guard CONFORMS EXCEPT for \d known failures of \d\d+ tests, clauses T11", output)
+
+
+def test_a_known_failure_does_not_excuse_that_a_test_was_not_run(judge, tmp_path):
+    (tmp_path / "conftest.py").write_text("def pytest_pyfunc_call(pyfuncitem): return True")
+    file = known(tmp_path, "completion::test_a_chunk_ends_once")
+    status, output = judge(MINE, *ONE.split(), "--known-failures", file)
+    assert status == 1, output
+    assert "whose body did not run" in output
 
 
 def test_a_run_without_conformance_tests_is_left_alone(judge):

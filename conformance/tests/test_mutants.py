@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
 
-from kvbaton_conformance.mutants import mutants
-from kvbaton_conformance.mutants.mutant import EditDoesNotApply, edit
+from kvbaton_conformance.mutants import mutants, trial
+from kvbaton_conformance.mutants.mutant import EditDoesNotApply, Mutant, edit
 from kvbaton_conformance.mutants.record import Record
 
 #: A few of every place; the whole run is an environment of its own.
@@ -74,6 +76,23 @@ def test_a_few_mutants_are_caught_and_an_unbroken_connector_is_not():
     assert f"{len(FEW)} mutants, 0 problems" in done.stdout
     assert "0 failed" in done.stdout
     assert not re.search(r" [1-9]\d* failed", done.stdout)
+
+
+def test_a_word_that_was_cut_is_no_traceback():
+    """A trial that is killed while it says something has said the rest."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os._exit(9)
+    os.write(write, b'{"passed": "one"}\n{"failure": {"test": "tw')
+    os.close(write)
+    mutant = Mutant("cuts", "guard", "a word", ("T6",))
+    running = trial._Running(trial.Trial(mutant, ["one", "two"]), pid, read, time.monotonic())
+    while not running.read():
+        pass
+    done = running.finish()
+    assert (done.ran, done.caught) == (1, None)
+    assert 'in the middle of a word: \'{"failure": {"test": "tw\'' in done.ended
 
 
 _SCRIPT = """

@@ -391,7 +391,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
 # -- T6: back-pressure ------------------------------------------------------------------------------------------------
 
 
-@broken("a-full-queue-drops", "a chunk is accepted and forgotten where the queue is full", "T6")
+@broken("a-full-queue-drops", "a chunk is accepted and forgotten where the queue is full", "T6 T5")
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def submit(self, chunk: Chunk) -> bool:
         return super().submit(chunk) or True
@@ -432,6 +432,12 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
     ) -> None:
         super().complete(route, chunk, outcome, source, target, error)
         self.count += outcome is not Outcome.DONE
+
+
+@broken("outstanding-is-never-anything", "outstanding() says 0 whatever is under way", "T5")
+class _(ReferenceConnector):  # type: ignore[no-redef]
+    def outstanding(self) -> int:
+        return 0
 
 
 @broken("submit-returns-nothing", "submit takes a chunk and returns None", "T6")
@@ -784,6 +790,17 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         os.dup(self.listener.fileno())
 
 
+@broken("many-regions-leave-a-descriptor", "a descriptor is open after close where eight regions were registered", "T10",
+        two=True)  # fmt: skip
+class _(ReferenceConnector):  # type: ignore[no-redef]
+    """Only the first test of all registers as many: whoever does not look at that one does not see it."""
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        super().register(regions)
+        if len(regions) == 8:
+            os.dup(self.listener.fileno())
+
+
 @broken("close-leaves-shared-memory", "a shared-memory object is there after close", "T10 T12")
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def __init__(self, peer: PeerId) -> None:
@@ -945,7 +962,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         return False
 
 
-@broken("reaches-further-than-declared", "it reaches other processes and does not declare it", "T13")
+@broken("reaches-further-than-declared", "it reaches other processes and does not declare it", "T13", base="core")
 class _(ReferenceConnector):  # type: ignore[no-redef]
     capabilities = replace(CAPABILITIES, cross_process=False)
 
@@ -967,6 +984,11 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
 @broken("declares-exact-quiet", "quiet is declared exact and a failure proves one side only", "T13", two=True)
 class _(ReferenceConnector):  # type: ignore[no-redef]
     capabilities = replace(CAPABILITIES, quiet="exact")
+
+
+@broken("says-quiet-and-declares-never", "quiet is declared never and a dead peer is said to be quiet", "T13", two=True)
+class _(ReferenceConnector):  # type: ignore[no-redef]
+    capabilities = replace(CAPABILITIES, quiet="never")
 
 
 @broken("allocates-without-declaring-it", "allocate() gives memory that nobody has to take", "T13")
