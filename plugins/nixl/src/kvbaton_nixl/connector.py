@@ -300,7 +300,7 @@ class NixlConnector(ConnectorBase):
             error = PeerLost(f"T7: {chunk.peer} is not connected", peer=chunk.peer)
             self._finish([Ended(chunk, Outcome.FAILED, True, True, error)])
             return True
-        if link.under_way >= self._options.inflight_chunks:
+        if link.full:
             return False  # T6: per peer, so that a frozen one fills only its own room
         try:
             ended = link.post(chunk)

@@ -151,7 +151,8 @@ class Lattice:
         if rest or step >= _WORD:
             return np.zeros(len(self.units) - 1, bool)
         # differences wrap, so equal lengths on both sides are compared as the words that they are
-        return (self.units[1:] - self.units[:-1] == np.uint32(step)) & (self.units[1:] > self.units[:-1])
+        before, after = self.units[:-1], self.units[1:]
+        return np.asarray((after - before == np.uint32(step)) & (after > before))
 
     def segments(self) -> Segments:
         """The same as columns."""

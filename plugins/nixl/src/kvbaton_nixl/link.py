@@ -29,9 +29,9 @@ from kvbaton_nixl.words import Hello, Kind, Note, Region, Staging
 Key = tuple[TransferId, int]
 
 #: Below this mean length segments are packed, and this large is a slot, unless options say otherwise; by kind of
-#: memory, measured (``benchmarks/p2_nixl.py``, ``benchmarks/p8_nixl_device.py``).
-PACKING_BELOW: dict[MemoryKind, int] = {"host": 6 << 10, "cuda": 1 << 20}
-STAGING_BYTES: dict[MemoryKind, int] = {"host": 4 << 20, "cuda": 32 << 20}
+#: memory, measured (``benchmarks/p2_nixl_host.py``, ``benchmarks/p8_nixl_device.py``).
+PACKING_BELOW: dict[MemoryKind, int] = {"host": 6 << 10, "cuda": 2 << 20}
+STAGING_BYTES: dict[MemoryKind, int] = {"host": 4 << 20, "cuda": 64 << 20}
 #: Fewer segments than this are not worth packing.
 _FEW = 8
 #: Pings to a silent peer before they become rarer.
@@ -143,6 +143,12 @@ class Link:
         """Chunks that were posted or queued and are not done."""
         return len(self.posted) + (len(self._packer) if self._packer is not None else 0)
 
+    @property
+    def full(self) -> bool:
+        """Whether no further chunk is taken now (T6)."""
+        packer = self._packer
+        return self.under_way >= self._options.inflight_chunks or (packer is not None and packer.full)
+
     def has(self, chunk: Chunk) -> bool:
         """Whether a chunk is under way here."""
         key = (chunk.transfer, chunk.sequence)
@@ -165,7 +171,9 @@ class Link:
         self._theirs = theirs
         self._their_staging = hello.staging
         if self._mover is not None and hello.staging is not None:
-            self._packer = Packer(self._mover, self._slots, hello.staging.count, hello.staging.nbytes)
+            # two processes take turns on a device that both use, and a turn costs as much as moving 64 MiB
+            batch = self._slots.count // 2 if self._ours.kind == "cuda" else 1
+            self._packer = Packer(self._mover, self._slots, hello.staging.count, hello.staging.nbytes, batch)
         self.open = True
 
     def say(self, kind: Kind, key: Key | None = None, body: bytes = b"") -> None:

@@ -85,28 +85,34 @@ class _Gathering:
 class Packer:
     """The source's half: which part goes next, and when a chunk is done.
 
+    ``batch``: so many slots must be free before gathering begins again.
+
     Ownership: a slot of ours is taken by :meth:`ready` and given back by :meth:`written`; a slot of theirs until
     :meth:`landed`.
     """
 
-    def __init__(self, mover: Mover, slots: Slots, theirs: int, theirs_nbytes: int) -> None:
+    def __init__(self, mover: Mover, slots: Slots, theirs: int, theirs_nbytes: int, batch: int = 1) -> None:
         self._mover = mover
         self._nbytes = min(slots.nbytes, theirs_nbytes)
+        self._count = slots.count
         self._free = deque(range(slots.count))
         self._theirs = deque(range(theirs))
         self._waiting: deque[_Packed] = deque()
         self._packed: dict[Key, _Packed] = {}
         self._gathering: deque[_Gathering] = deque()
         self._away: dict[int, tuple[Key, int]] = {}  # their slots, and what is in them
-        # so many slots must be free before we gather again: two processes take turns on a device that both use, and a
-        # turn costs as much as moving 64 MiB
-        self._batch = max(1, min(slots.count, theirs) // 2)
+        self._batch = max(1, min(batch, slots.count, theirs))
 
     def __len__(self) -> int:
         return len(self._packed)
 
     def __contains__(self, key: object) -> bool:
         return key in self._packed
+
+    @property
+    def full(self) -> bool:
+        """More than as many chunks again wait as there are slots: who has more to say should first hear (T6)."""
+        return len(self._waiting) > self._count
 
     def fits(self, places: Places) -> bool:
         """Whether each segment fits a slot."""

@@ -6,7 +6,8 @@ regions and slots is a *mover*, one for host memory and one for device memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,9 @@ import numpy as np
 from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
 from kvbaton_nixl.descriptors import Places, columns
 from kvbaton_nixl.gathering import gather, scatter
+
+#: What is copied faster than a thread is woken.  Bytes.
+_APART = 1 << 20
 
 
 class Mover(Protocol):
@@ -57,24 +61,51 @@ class Slots:
         return (self.count + slot) * self.nbytes
 
 
+class _Copy:
+    """A copy on the worker's thread, as an event."""
+
+    def __init__(self, under_way: Future[None]) -> None:
+        self._under_way = under_way
+
+    def query(self) -> bool:
+        """Raises what the copy raised."""
+        if not self._under_way.done():
+            return False
+        self._under_way.result()
+        return True
+
+
 class HostMover:
-    """Copies at once, in the calling thread."""
+    """Copies short parts at once, and longer ones on a thread of its own: meanwhile NIXL writes the part before, which
+    on one host is a copy too.  The thread calls nothing but numpy, which lets go of the interpreter (T11).
+    """
 
     def __init__(self, regions: Sequence[MemoryRegion], slots: Slots) -> None:
         self._slots = slots
         self._regions = {region.id: region.view() for region in regions}
         self._memory = np.empty(slots.total, np.uint8)  # pages come with the first use
         self.region = MemoryRegion.of_array(-1, self._memory)
+        self._worker: ThreadPoolExecutor | None = None
 
-    def gather(self, segments: Places, slot: int) -> None:
-        start = self._slots.sending(slot)
-        gather(columns(segments), self._regions, self._memory[start : start + self._slots.nbytes])
+    def gather(self, segments: Places, slot: int) -> DeviceEvent | None:
+        return self._start(gather, segments, self._slots.sending(slot))
 
-    def scatter(self, slot: int, segments: Places) -> None:
-        start = self._slots.receiving(slot)
-        scatter(columns(segments), self._regions, self._memory[start : start + self._slots.nbytes])
+    def scatter(self, slot: int, segments: Places) -> DeviceEvent | None:
+        return self._start(scatter, segments, self._slots.receiving(slot))
+
+    def _start(self, copy: Callable[..., None], segments: Places, start: int) -> DeviceEvent | None:
+        listed, memory = columns(segments), self._memory[start : start + self._slots.nbytes]
+        if segments.nbytes < _APART:
+            copy(listed, self._regions, memory)
+            return None
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "kvbaton-nixl-copies")
+        return _Copy(self._worker.submit(copy, listed, self._regions, memory))
 
     def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()  # T10: it has no thread left then
+            self._worker = None
         self._regions = {}
 
 
