@@ -49,13 +49,13 @@ class NixlOptions(BaseModel):
         " length is below packing_below",
     )
     packing_below: Annotated[int, BeforeValidator(_size), Field(ge=1)] | None = Field(
-        None, description="bytes; by default what was measured: 6 KiB in host memory, 1 MiB in device memory"
+        None, description="bytes; by default what was measured: 6 KiB in host memory, 2 MiB in device memory"
     )
     staging_slots: Annotated[int, Field(ge=1, le=256)] = Field(
         4, description="slots per peer to send packed parts from, and as many to receive them in"
     )
     staging_bytes: Annotated[int, BeforeValidator(_size), Field(ge=4096, le=1 << 32)] | None = Field(
-        None, description="bytes of a slot; by default 4 MiB in host memory, 32 MiB in device memory"
+        None, description="bytes of a slot; by default 4 MiB in host memory, 64 MiB in device memory"
     )
     heartbeat: Annotated[float, Field(ge=0.01, le=60)] = Field(
         0.25, description="seconds between two pings of a peer; a peer that is gone is noticed within one of them (T7)"
