@@ -220,7 +220,7 @@ def keep(results: list[Result]) -> None:
     for result in results:
         (RESULTS / f"{result.get('file', result['id'])}.json").write_text(json.dumps(result, indent=1) + "\n")
     kept = [json.loads(file.read_text()) for file in RESULTS.glob("P*.json")]
-    kept.sort(key=lambda result: _number(result["id"]))
+    kept.sort(key=lambda result: (_number(result["id"]), result.get("file", "")))
     (RESULTS / "results.md").write_text(markdown(kept))
     plot(kept, RESULTS / "results.svg")
 

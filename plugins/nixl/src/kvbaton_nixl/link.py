@@ -30,7 +30,7 @@ Key = tuple[TransferId, int]
 
 #: Below this mean length segments are packed, and this large is a slot, unless options say otherwise; by kind of
 #: memory, measured (``benchmarks/p2_nixl_host.py``, ``benchmarks/p8_nixl_device.py``).
-PACKING_BELOW: dict[MemoryKind, int] = {"host": 6 << 10, "cuda": 2 << 20}
+PACKING_BELOW: dict[MemoryKind, int] = {"host": 12 << 10, "cuda": 2 << 20}
 STAGING_BYTES: dict[MemoryKind, int] = {"host": 4 << 20, "cuda": 64 << 20}
 #: Fewer segments than this are not worth packing.
 _FEW = 8

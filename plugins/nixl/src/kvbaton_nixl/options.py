@@ -49,7 +49,7 @@ class NixlOptions(BaseModel):
         " length is below packing_below",
     )
     packing_below: Annotated[int, BeforeValidator(_size), Field(ge=1)] | None = Field(
-        None, description="bytes; by default what was measured: 6 KiB in host memory, 2 MiB in device memory"
+        None, description="bytes; by default what was measured: 12 KiB in host memory, 2 MiB in device memory"
     )
     staging_slots: Annotated[int, Field(ge=1, le=256)] = Field(
         4, description="slots per peer to send packed parts from, and as many to receive them in"
