@@ -7,7 +7,9 @@
     reason = "releases handles at the deadline"
     link = "https://example.org/issues/7"
 
-A known failure that passes, and an entry that matches no test, are errors: the file never says what is not so.
+A known failure that passes, and an entry that matches no test, are errors: the file never says what is not so.  It
+excuses tests and no clause: where no test of a mandatory clause passes, there is no verdict.  Nor does it excuse that a
+test was not run, skipped, or answered for by somebody else.
 """
 
 from __future__ import annotations
