@@ -790,7 +790,7 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         os.dup(self.listener.fileno())
 
 
-@broken("many-regions-leave-a-descriptor", "a descriptor is open after close where eight regions were registered", "T10",
+@broken("many-regions-leave-a-descriptor", "a descriptor is left where eight regions were registered", "T10",
         two=True)  # fmt: skip
 class _(ReferenceConnector):  # type: ignore[no-redef]
     """Only the first test of all registers as many: whoever does not look at that one does not see it."""

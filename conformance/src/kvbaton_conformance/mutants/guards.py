@@ -111,7 +111,7 @@ add("a-fence-proves-what-it-cannot", "a fence proves quiet although the transpor
 add("down-is-quiet", "a peer that is down counts as quiet", "C6.4 T7",
     edit(G._lose, "peer.quiet = quiet", "peer.quiet = quiet = True"))  # fmt: skip
 add("an-acknowledgement-proves-nothing", "a chunk that a buffering transport reported DONE is never terminal", "T5 T12 C5.1",
-    edit(G.acknowledge, "if flight.unproven]", "if False]"))  # fmt: skip
+    edit(G.acknowledge, "        if flight.source_quiet:", "        if False:"))  # fmt: skip
 add("grants-are-kept", "the grant of a finished transfer stays", "T12",
     edit(G.forget, "self._grants.pop(transfer, None)", "pass", "        self._revoke(transfer)\n", ""))  # fmt: skip
 add("a-second-grant-is-taken", "the grant of a live transfer may change", "C2.2",
