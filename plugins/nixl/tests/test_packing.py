@@ -178,6 +178,21 @@ def test_a_mover_that_raises_takes_no_slot() -> None:
     assert len(list(world.packer.ready())) == 1
 
 
+@pytest.mark.clause("T6")
+def test_a_queue_is_full_when_more_waits_than_the_slots_hold() -> None:
+    world = World(Slots(2, 64))
+    taken = 0
+    while not world.packer.full:
+        world.packer.add(chunk_of([0], [0], [40], taken))
+        taken += 1
+        assert taken < 10
+    assert taken * 40 > 2 * 64
+    small = World(Slots(2, 64))
+    for sequence in range(20):
+        small.packer.add(chunk_of([0], [0], [1], sequence))
+        assert not small.packer.full
+
+
 HEAD = struct.Struct("<IIIIQ")
 
 

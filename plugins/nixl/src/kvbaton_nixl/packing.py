@@ -111,8 +111,9 @@ class Packer:
 
     @property
     def full(self) -> bool:
-        """More than as many chunks again wait as there are slots: who has more to say should first hear (T6)."""
-        return len(self._waiting) > self._count
+        """More waits than the slots hold: who has more to say should first hear what has come (T6)."""
+        waiting = self._waiting
+        return len(waiting) > self._count and sum(one.chunk.nbytes for one in waiting) > self._count * self._nbytes
 
     def fits(self, places: Places) -> bool:
         """Whether each segment fits a slot."""
