@@ -17,8 +17,8 @@ class Apart(NixlPlugin):
         return super().probe(need)
 
 
-#: Every chunk packed, into few slots and small ones: most have several parts, and wait for room.  Half as many
-#: slots would do as well, but hundreds of chunks then take turns between processes so often that a busy machine is late.
+#: Every chunk packed, into few slots and small ones: most have several parts, and wait for room.  With two slots the
+#: processes take turns so often in a flood of chunks that a busy machine is late.
 PACKED = {"packing": "always", "staging_bytes": 4096, "staging_slots": 4}
 
 
