@@ -101,7 +101,8 @@ def test_stages_do_not_outlive_a_killed_application(tmp_path: Path, transport: s
     settings = {
         "model": "scripted:1", "engine.name": "kvbaton_conformance.halt:engine", "engine.options": held,
         "transport.name": "kvbaton_conformance.halt:connector",
-        "transport.options": {"named": transport, **held}, "stages.launch": "process", "transfer.chunk_bytes": 512,
+        "transport.options": {"named": transport, **held}, "recovery.mode": "off", "stages.launch": "process",
+        "transfer.chunk_bytes": 512,
         "deadline.shutdown": shutdown, "control.dir": str(control),
     }  # fmt: skip
     with subprocess.Popen(
@@ -152,7 +153,8 @@ def test_a_stage_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
         overrides={
             "model": "scripted:1", "engine.name": "kvbaton_conformance.halt:engine", "engine.options": held,
             "transport.name": "kvbaton_conformance.halt:connector",
-            "transport.options": {"named": "example_stream", **held}, "stages.launch": "process",
+            "transport.options": {"named": "example_stream", **held}, "recovery.mode": "off",
+            "stages.launch": "process",
         }
     )  # fmt: skip
     with PDRuntime.start(settings) as runtime:

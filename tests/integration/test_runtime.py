@@ -474,7 +474,9 @@ def test_a_decode_stage_that_hangs_is_lost_by_its_deadline(
         return healthy(self)
 
     listener = _Listener()
-    runtime = PDRuntime.start(settings(deadline__step=0.4, deadline__shutdown=2.0), hooks=[listener])
+    runtime = PDRuntime.start(
+        settings(recovery__mode="off", deadline__step=0.4, deadline__shutdown=2.0), hooks=[listener]
+    )
     monkeypatch.setattr(*{"engine": (ScriptedEngine, "_decode_step"), "process": (Stage, "advance")}[what], hanging)
     try:
         began = time.monotonic()

@@ -228,8 +228,9 @@ class _Trial:
                 "engine.options": {**engine.model_dump(mode="json"), **held},
                 "transport.name": "kvbaton_conformance.halt:connector",
                 "transport.options": {"named": self.transport, "options": dict(self.options), **held},
-                "stages.launch": "process", "stages.prefill": 1 if cell.victim == "decode" else 2,
-                "stages.decode": 1 if cell.victim == "prefill" else 2, "transfer.chunk_bytes": 512,
+                "stages.launch": "process", "recovery.mode": "off", "transfer.chunk_bytes": 512,
+                "stages.prefill": 1 if cell.victim == "decode" else 2,
+                "stages.decode": 1 if cell.victim == "prefill" else 2,
                 "control.dir": self.folder / "control", **_DEADLINES,
             }
         )  # fmt: skip

@@ -54,6 +54,24 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_delay: float = 1.0
 
 
+class Recovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What becomes of a lost stage and of its requests.  For the coordinator; the settings ``recovery``.
+
+    ``attempts``: how often a request whose stage or connection is lost may begin again as a new generation; 0: it
+    fails, with the cause (C6.2).  ``recompute``: also one of which tokens were delivered, from its prompt and these;
+    otherwise such a one fails.  ``restarts``: how often in a row a stage is started again that has served nothing since
+    its last start; 0: what is dead stays dead.
+    """
+
+    attempts: int = 3
+    recompute: bool = False
+    restarts: int = 3
+
+
+#: Nothing begins again, nobody is started again.
+FAIL_CLOSED: Final = Recovery(attempts=0, restarts=0)
+
+
 class Deadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds that each phase may last (C6.7); ``inf``: for ever.  For the coordinator; the settings
     ``deadline``.

@@ -152,13 +152,15 @@ class Failed(_Message, frozen=True):
     """P or D to C: cannot complete here.  Early news, not a release: the sender keeps its memory and drains.
 
     ``missing``: sequences without evidence, at most :data:`MAX_MISSING`.  ``culprit``: a writer that may have hit
-    memory it was not given; C treats it as lost.
+    memory it was not given; C treats it as lost.  ``unmoved``: it is the bytes that did not get there, not the request
+    that cannot be served: another generation may do better.
     """
 
     transfer: WireTransferId
     cause: str
     missing: tuple[int, ...] = ()
     culprit: PeerId | None = None
+    unmoved: bool = False
 
 
 class Cancel(_Message, frozen=True):

@@ -30,6 +30,8 @@ class RequestRecord:
     prefill: str = ""
     decode: str = ""
     milestones: Mapping[str, float] = field(default_factory=dict)
+    #: How often it waited again: a stage had no room for it, or was lost with it.
+    requeued: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvbaton import messages
+from kvbaton.bounds import FAIL_CLOSED, Recovery
 from kvbaton.connector import ConnectorPlugin
 from kvbaton.control import ChannelLost, CoordinatorChannels, Received
 from kvbaton.engine import Request, Role
@@ -90,6 +91,7 @@ class _Tracked:
     prefix_prefill: int = 0
     prefix_decode: int = 0
     overdue: bool = False
+    requeued: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +153,7 @@ class Service:
                 shutdown=deadline.shutdown + _GRACE,
             ),
             choose=self._choose_pair,
+            recovery=_recovery(settings),
         )  # fmt: skip
         self._commands: deque[Callable[[], None]] = deque()
         self._channels: CoordinatorChannels  # once ``_connected``
@@ -174,6 +177,9 @@ class Service:
         self._held_back: dict[PeerId, _HeldBack] = {}
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
+        self._launcher: Launcher  # once ``_connected``
+        #: Started again, and not heard of yet: until when they are waited for.
+        self._starting: dict[PeerId, float] = {}
         self._gone: set[PeerId] = set()  # joined, and the end looked at
         self._last_words: dict[PeerId, str] = {}
         self._start_by = time.monotonic() + deadline.startup
@@ -328,7 +334,7 @@ class Service:
 
         def action() -> None:
             now = time.monotonic()
-            peer = next((p for p in self._handles if p.name == stage), None)
+            peer = next((p for p in reversed(tuple(self._handles)) if p.name == stage), None)
             if peer is None:
                 raise LocalProtocolError(f"there is no stage {stage!r}; there are {', '.join(self.stages)}")
             self._carry_out(self._machine.drain(peer, now), now)
@@ -342,7 +348,7 @@ class Service:
             return False if future.cancel() else future.result()
 
     def stage(self, name: str) -> StageState:
-        handle = next((h for peer, h in tuple(self._handles.items()) if peer.name == name), None)
+        handle = next((h for peer, h in reversed(tuple(self._handles.items())) if peer.name == name), None)
         if handle is None:
             raise LocalProtocolError(f"there is no stage {name!r}; there are {', '.join(self.stages)}")
         return StageState(name, handle.pid, handle.exit_status(), tuple(handle.log_tail()))
@@ -408,7 +414,8 @@ class Service:
 
     def _run(self) -> None:
         try:
-            self._channels, launcher = self._connect()
+            self._channels, self._launcher = self._connect()
+            launcher = self._launcher
             self._connected = True
         except BaseException as error:
             self._accepting = False
@@ -495,6 +502,7 @@ class Service:
         times += [by for by, _ in self._silent.values()]
         times += [pulse.due for pulse in self._pulses.values()]
         times += [held.by for held in self._held_back.values()]
+        times += self._starting.values()
         return max(min(times) - time.monotonic(), 0.0)
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -535,7 +543,11 @@ class Service:
                 return
             case messages.Hello():
                 self._up.add(peer)
+                self._starting.pop(peer, None)
                 self._progress(f"{peer.name} is up")
+                if self._ready.done():
+                    self._pulses[peer] = _Pulse(now + self._settings.deadline.step / _BEATS)
+                    self._hooks.tell("kvbaton_peer_up", peer=peer)
             case messages.Fatal(cause):
                 _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s: %s", peer, cause)
                 self._last_words[peer] = cause
@@ -586,11 +598,15 @@ class Service:
             _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s", text)
             if not self._ready.done():
                 self._fail_startup(StartupError(text, stage=peer.name))
-            elif self._closing:
+            elif self._closing and peer not in self._starting:  # that one was killed before it had begun
                 self._bad_ends.append(text)
             self._carry_out(self._machine.peer_lost(peer, text, now), now)
         over = self._machine.peer_joined if handle.joined else self._machine.peer_unjoinable
         self._carry_out(over(peer, now), now)
+        if self._starting.pop(peer, None) is not None:
+            self._carry_out(self._machine.start_failed(peer.name, now), now)
+        if self._ready.done() and not self._closing:
+            self._forget_handle(handle)
         for census in self._censuses:
             if census.waiting.pop(peer, None):
                 census.result[peer.name] = {"error": "the stage ended"}
@@ -611,6 +627,9 @@ class Service:
             self._hear_out(reporter, now)
         self._give_up_silent(now, now)
         self._take_pulses(now)
+        for peer in [peer for peer, by in self._starting.items() if by <= now]:
+            self._starting[peer] = math.inf  # its end says the rest
+            self._kill(peer, f"C6.7: deadline.startup of {self._settings.deadline.startup:g} s passed")
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
             self._carry_out(self._machine.expire(now), now)
@@ -726,6 +745,8 @@ class Service:
                     self._kill(peer, cause)
                 case fx.Join(peer):
                     self._expected.add(peer)
+                case fx.Restart(name):
+                    self._restart(name, now)
                 case fx.Fenced(peer):
                     self._hooks.tell("kvbaton_peer_fenced", peer=peer)
                 case fx.Fault(_, cause, _, peer):
@@ -763,6 +784,33 @@ class Service:
             _log.error("a %s cannot be sent to %s: %s", type(message).__name__, peer, error)
             self._carry_out(self._machine.peer_lost(peer, str(error), now), now)
 
+    def _restart(self, name: str, now: float) -> None:
+        """A stage that died is started again under a new epoch (C6.4: its last process was joined)."""
+        if self._closing:
+            return
+        spec = next(spec for spec in self._specs if spec.name == name)
+        self._progress(f"starting {name} again")
+        try:
+            handle = self._launcher.start(spec)
+        except KvbatonError as error:
+            _log.error("%s cannot be started again: %s", name, error)
+            self._carry_out(self._machine.start_failed(name, now), now)
+            return
+        self._counts["restarts"] += 1
+        self._handles[handle.peer] = handle
+        remote = self._settings.stages.launch == "remote"  # an operator starts it, in his own time
+        self._starting[handle.peer] = math.inf if remote else now + self._settings.deadline.startup
+
+    def _forget_handle(self, handle: StageHandle) -> None:
+        """Of earlier lives the last one is kept, which says how the stage ended (T12)."""
+        lives = [peer for peer in self._handles if peer.name == handle.peer.name]
+        for peer in lives[:-2]:
+            if peer in self._gone:
+                del self._handles[peer]
+                self._gone.discard(peer)
+                self._expected.discard(peer)
+                self._last_words.pop(peer, None)
+
     def _kill(self, peer: PeerId, cause: str) -> None:
         handle = self._handles.get(peer)
         self._hooks.tell("kvbaton_peer_lost", peer=peer, cause=cause)
@@ -785,7 +833,9 @@ class Service:
                 tracked.depths += exit_depths
                 self._deliver(RequestOutput(key, token_ids, exit_depths))
             case fx.Requeued(cause):
-                _log.debug("request %s waits again: %s", key, cause)
+                tracked.requeued += 1
+                self._counts["requeued"] += 1
+                _log.info("request %s waits again: %s", key, cause)
             case fx.Ended():
                 tracked.milestones.setdefault(Milestones.FINISHED, now - tracked.added)
                 self._end(key, transfer, event)
@@ -819,7 +869,7 @@ class Service:
         record = RequestRecord(
             key, tracked.transfer, len(tracked.request.prompt), tuple(tracked.tokens), tuple(tracked.depths), reason,
             error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefix_prefill, tracked.prefix_decode,
-            tracked.prefill, tracked.decode, tracked.milestones,
+            tracked.prefill, tracked.decode, tracked.milestones, tracked.requeued,
         )  # fmt: skip
         self._hooks.tell("kvbaton_request_finished", record=record)
         self._deliver(RequestOutput(key, (), (), True, reason, error, record))
@@ -892,6 +942,13 @@ class Service:
                 for view in self._machine.peers()
             },
         }  # fmt: skip
+
+
+def _recovery(settings: Settings) -> Recovery:
+    recovery = settings.recovery
+    if recovery.mode == "off":
+        return FAIL_CLOSED
+    return Recovery(recovery.attempts, recovery.mode == "recompute", recovery.restarts)
 
 
 def _answer(future: concurrent.futures.Future[bool], result: bool) -> None:

@@ -33,7 +33,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as _ForeignSettingsError
 
-from kvbaton.bounds import MAX_MESSAGE_BYTES, Deadlines, GuardLimits, Limits
+from kvbaton.bounds import MAX_MESSAGE_BYTES, Deadlines, GuardLimits, Limits, Recovery
 from kvbaton.errors import SettingsError, closest
 
 ENVIRONMENT_PREFIX = "KVBATON_"
@@ -74,7 +74,7 @@ Options = dict[str, Any]
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
 #: The defaults of what acts on these settings.
-_GUARD, _QUEUE, _PHASES = GuardLimits(), Limits(), Deadlines()
+_GUARD, _QUEUE, _PHASES, _RECOVERY = GuardLimits(), Limits(), Deadlines(), Recovery()
 
 
 _TCP = re.compile(r"tcp://(?:\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
@@ -181,6 +181,19 @@ class LimitsSettings(_Group):
     """How often a request whose reservation a stage refused waits again, with its age, before it fails (C2.6)."""
     quarantine_bytes: Bytes = ByteSize(_GUARD.quarantine_bytes)
     """Memory of a stage that may be held because nobody can prove it quiet; beyond that the stage stops (T8)."""
+
+
+class RecoverySettings(_Group):
+    """What becomes of the service when a stage dies or a connection breaks."""
+
+    mode: Literal["off", "requeue", "recompute"] = "requeue"
+    """`off`: requests of a lost stage fail with the cause, and it stays dead. `requeue`: it is started again, and its
+    requests begin again, except for those of which tokens were delivered. `recompute`: these, too, from their prompt
+    and the delivered tokens: greedy requests go on as they would have, up to the numerics of another batch."""
+    attempts: Annotated[int, Field(ge=0)] = _RECOVERY.attempts
+    """How often one request may begin again before it fails."""
+    restarts: Annotated[int, Field(ge=0)] = _RECOVERY.restarts
+    """How often in a row a stage is started again that has served nothing in between, before it is given up."""
 
 
 class DeadlineSettings(_Group):
@@ -293,6 +306,8 @@ class Settings(_Group):
     """Bounds on what may pile up."""
     deadline: DeadlineSettings = DeadlineSettings()
     """How long each phase may take, in seconds."""
+    recovery: RecoverySettings = RecoverySettings()
+    """What becomes of the service when a stage dies."""
     pump: PumpSettings = PumpSettings()
     """How a stage's progress thread waits."""
     control: ControlSettings = ControlSettings()

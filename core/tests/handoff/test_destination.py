@@ -290,7 +290,7 @@ def test_a_failure_says_what_is_missing_and_not_too_much_of_it():
     m.commit(Commit(t, 1000))
     m.receipt(Receipt(P0, t, 0))
     (failed,) = sends(m.engine_failed(t, "no"))
-    assert failed == Failed(t, "no", tuple(range(1, MAX_MISSING + 1)))
+    assert failed == Failed(t, "no", tuple(range(1, MAX_MISSING + 1)), unmoved=True)
 
 
 @pytest.mark.clause("C9.3")

@@ -110,7 +110,7 @@ def test_a_joined_destination_proves_nothing_about_reading_the_source():
     m = Source()
     t = prefill(m)
     post(m, t)
-    assert sends(m.disconnect(D0)) == [Failed(t, f"{D0} is dead", (0,))]
+    assert sends(m.disconnect(D0)) == [Failed(t, f"{D0} is dead", (0,), unmoved=True)]
     assert m.phase(t) is SourcePhase.DRAINING
     assert sends(m.completion(done(t, 0, source=True, target=False, how=Outcome.FAILED))) == [Retired(t)]
 

@@ -99,18 +99,18 @@ guard(
 )  # fmt: skip
 guard(
     "C.cancel-tells-p", "P is not told that a transfer has ended", "C2.5 C5.1 C6.1 C6.7 C6.3",
-    edit(C._end, _CANCEL_P, "if False:"),
+    edit(C._wind_up, _CANCEL_P, "if False:"),
 )  # fmt: skip
 guard(
     "C.cancel-tells-d", "D is not told that a transfer has ended", "C2.5 C5.2 C6.1 C6.7 C6.3",
-    edit(C._end, _CANCEL_D, "if False:"),
+    edit(C._wind_up, _CANCEL_D, "if False:"),
 )  # fmt: skip
 guard(
-    "C.release-waits-for-p", "D is released at once, while P still writes", "C5.2", edit(C._end, _WORD, "word = Release(transfer)"),
+    "C.release-waits-for-p", "D is released at once, while P still writes", "C5.2", edit(C._wind_up, _WORD, "word = Release(transfer)"),
 )  # fmt: skip
 guard(
     "C.release-when-p-untold", "a D whose P was never told is cancelled and waits for a release", "C5.2 C2.5 C6.1",
-    edit(C._end, _WORD, "word = Cancel(transfer)"),
+    edit(C._wind_up, _WORD, "word = Cancel(transfer)"),
 )  # fmt: skip
 guard(
     "C.release-after-p", "D is not released when P has retired", "C2.5 C5.2",
@@ -118,7 +118,7 @@ guard(
 )  # fmt: skip
 guard(
     "C.credit-p-waits", "P's credit is given out again when a request is cancelled", "C2.5",
-    edit(C._end, f"    {_UNTOLD}\n", f"""\
+    edit(C._wind_up, f"    {_UNTOLD}\n", f"""\
     if phase is not _RESERVING and ending is not _FINISHED and entry.p_out:
         entry.p.ledger.give_back(transfer)
         self._freed = True
@@ -127,7 +127,7 @@ guard(
 )  # fmt: skip
 guard(
     "C.credit-d-waits", "D's credit is given out again when a request is cancelled", "C2.5",
-    edit(C._end, f"    {_UNTOLD}\n", f"""\
+    edit(C._wind_up, f"    {_UNTOLD}\n", f"""\
     if ending is not _FINISHED and entry.d_out:
         entry.d.ledger.give_back(transfer)
         self._freed = True
@@ -143,7 +143,7 @@ guard(
     edit(C._retired_d, "entry.d.ledger.give_back(entry.transfer)", "entry.d.ledger.slots_free += 1"),
 )  # fmt: skip
 guard(
-    "C.untold-p-credit", "P's credit stays out when P was never told", "C2.5", edit(C._end, _UNTOLD, "if False:"),
+    "C.untold-p-credit", "P's credit stays out when P was never told", "C2.5", edit(C._wind_up, _UNTOLD, "if False:"),
 )  # fmt: skip
 guard(
     "C.lost-is-no-fence", "a P whose channel is gone counts as proven quiet", "C6.4 C5.2 C2.5",
@@ -250,7 +250,7 @@ add(
 )  # fmt: skip
 add(
     "the-drain-deadline-is-missing", "a stage that does not retire is waited for without end", "C6.7",
-    edit(C._end, "    self._set_deadline(entry, self._drain)\n", "    self._set_deadline(entry, None)\n"),
+    edit(C._wind_up, "    self._set_deadline(entry, self._drain)\n", "    self._set_deadline(entry, None)\n"),
 )  # fmt: skip
 add(
     "progress-renews-nothing", "a long prefill fails by the deadline of its start", "C6.7",

@@ -62,7 +62,7 @@ guard(
 )  # fmt: skip
 guard(
     "P.fails-loudly", "a failed chunk is not reported to C", "C6.3 C6.1 C6.7 T8",
-    edit(P._fail, "    effects.append(Send(Failed(record.transfer, cause, missing[:MAX_MISSING])))\n", ""),
+    edit(P._fail, "    effects.append(Send(Failed(record.transfer, cause, missing[:MAX_MISSING], unmoved=unmoved)))\n", ""),
 )  # fmt: skip
 guard(
     "P.ordinal", "a repeated Prefill is done again", "C1.2 C7.1 C7.2 C7.4",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Annotated
 
@@ -35,7 +35,9 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Where the schedules come from.")] = 1,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
     run: Annotated[int | None, typer.Option(min=0, help="Play one run, by its own seed, and tell its story.")] = None,
-    mutants: Annotated[bool, typer.Option("--mutants", help="Take each guard away: in which run is it noticed?")] = False,
+    mutants: Annotated[
+        bool, typer.Option("--mutants", help="Take each guard away: in which run is it noticed?")
+    ] = False,
     only: Annotated[str, typer.Option(help="With --mutants: those whose name or guard contains this.")] = "",
     runs: Annotated[int, typer.Option(min=1, help="With --mutants: runs for each, at most.")] = 400,
     patience: Annotated[float, typer.Option(min=0.0, help="Seconds to shorten a failing run.")] = 60.0,
@@ -68,16 +70,18 @@ def _simulate(console: Console, pool: ProcessPoolExecutor, handoffs: int, seed: 
                TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("hand-offs", total=handoffs, rate="")
-        for batch in _batches(pool, seed * _RUNS, jobs, lambda: done.handoffs >= handoffs or bool(done.broken)):
+        for batch in _batches(pool, seed * _RUNS, jobs):
             done = Batch(
                 done.runs + batch.runs, done.handoffs + batch.handoffs, done.requests + batch.requests,
                 done.finished + batch.finished, done.moves + batch.moves, done.broken + batch.broken,
             )  # fmt: skip
             rate = done.handoffs / (time.monotonic() - started)
             progress.update(task, completed=min(done.handoffs, handoffs), rate=f"{rate:,.0f}/s")
+            if done.handoffs >= handoffs or done.broken:
+                break
     seconds = time.monotonic() - started
     if done.broken:
-        first, text = min(done.broken)
+        first, _ = min(done.broken)
         _tell(console, pool, first, patience)
         console.print(f"again: python -m kvbaton_conformance.simulate --run {first}", highlight=False)
         for other, what in sorted(done.broken)[1:10]:
@@ -92,16 +96,18 @@ def _simulate(console: Console, pool: ProcessPoolExecutor, handoffs: int, seed: 
     return 1 if done.broken else 0
 
 
-def _batches(pool: ProcessPoolExecutor, first: int, jobs: int, enough: Callable[[], bool]) -> Iterator[Batch]:
-    """Batches in the order of their seeds, so that what is found does not depend on who was faster."""
+def _batches(pool: ProcessPoolExecutor, first: int, jobs: int) -> Iterator[Batch]:
+    """Batches in the order of their seeds, so that what is found does not depend on who was faster; without end."""
     waiting: list[Future[Batch]] = []
-    while not enough():
-        while len(waiting) < 2 * jobs:
-            waiting.append(pool.submit(run_batch, first, _BATCH))
-            first += _BATCH
-        yield waiting.pop(0).result()
-    for future in waiting:
-        future.cancel()
+    try:
+        while True:
+            while len(waiting) < 2 * jobs:
+                waiting.append(pool.submit(run_batch, first, _BATCH))
+                first += _BATCH
+            yield waiting.pop(0).result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def _mutants(console: Console, pool: ProcessPoolExecutor, only: str, first: int, runs: int) -> int:
@@ -123,7 +129,8 @@ def _mutants(console: Console, pool: ProcessPoolExecutor, only: str, first: int,
     missed = [one.guard for one in found if not one.run]
     worst = max((one.run for one in found), default=0)
     console.print(
-        f"{'MISSED: ' + ', '.join(missed) if missed else 'FOUND: all'}; {len(found) - len(missed)} of {len(found)} guards"
+        f"{'MISSED: ' + ', '.join(missed) if missed else 'FOUND: all'}; {len(found) - len(missed)} of {len(found)}"
+        " guards"
         f" within {worst if not missed else runs} runs, seed {first // _RUNS}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip

@@ -17,7 +17,17 @@ _MOVES = 250
 #: Rounds of the fair part, at most: each is a turn for everybody.
 _ROUNDS = 4000
 #: Weights of ordinary moves.
-_ORDINARY = {"submit": 4.0, "pump": 30.0, "engine": 20.0, "device": 8.0, "hear": 22.0, "wire": 22.0, "link": 2.0, "time": 2.0, "launcher": 2.0}
+_ORDINARY = {
+    "submit": 4.0,
+    "pump": 30.0,
+    "engine": 20.0,
+    "device": 8.0,
+    "hear": 22.0,
+    "wire": 22.0,
+    "link": 2.0,
+    "time": 2.0,
+    "launcher": 2.0,
+}
 
 #: Makes engines for a scenario.
 MakeEngines = Callable[[Scenario], Engines]
@@ -144,8 +154,9 @@ class Dice:
         able = []
         for name, seat in self._world.seats.items():
             fates = (
-                ("notice", seat.unnoticed), ("kill", seat.doomed and not seat.over), ("join", seat.over and not seat.joined),
-                ("restart", seat.joined), ("sever", (seat.unnoticed or seat.doomed) and not seat.over),
+                ("notice", seat.unnoticed), ("kill", seat.doomed and not seat.over),
+                ("join", seat.over and not seat.joined),
+                ("restart", seat.wanted), ("sever", (seat.unnoticed or seat.doomed) and not seat.over),
                 ("thaw", seat.frozen),
             )  # fmt: skip
             able += [(fate, name) for fate, possible in fates if possible]
@@ -308,7 +319,9 @@ def _until(world: World, condition: Callable[[], bool], clause: str, what: str) 
         f" {[f'{world.name_of(t)} {p.name}' for t, p in seat.stage.machine.transfers().items()]}"
         for name, seat in world.seats.items()
     )
-    raise Broken(clause, f"{what}: not so after {_ROUNDS} rounds and {world.now - 1000:.0f} s; {live} live; {stages}; {flights}")
+    raise Broken(
+        clause, f"{what}: not so after {_ROUNDS} rounds and {world.now - 1000:.0f} s; {live} live; {stages}; {flights}"
+    )
 
 
 def _round(world: World) -> bool:

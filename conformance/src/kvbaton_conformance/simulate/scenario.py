@@ -60,6 +60,8 @@ class Scenario:
     exact: bool = True
     #: A stage that died is started again.
     restarts: bool = True
+    #: How often a request may begin again when its stage or connection is lost.
+    attempts: int = 0
     faults: frozenset[str] = frozenset()
 
     @classmethod
@@ -101,6 +103,7 @@ class Scenario:
             buffering=draw.random() < 0.3,
             exact=draw.random() < 0.6,
             restarts=draw.random() < 0.8,
+            attempts=draw.choice((0, 1, 3, 3)),
             faults=faults,
         )
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from kvbaton.connector import (
-    IDLE,
     API_VERSION,
+    IDLE,
     Availability,
     Capabilities,
     Chunk,
@@ -101,7 +101,6 @@ class Link(enum.Enum):
 class Wire:
     """All connectors of one world.  ``landing(flight, segments)`` is called before bytes are written."""
 
-
     scenario: Scenario
     landing: Callable[[Flight, Segments], None]
     #: Called where a connector is closed while this may still read its memory.
@@ -141,7 +140,13 @@ class Wire:
             return False
         segments, source = flight.chunk.target, flight.chunk.source
         middle = len(segments) // 2
-        part = slice(middle, None) if flight.state is State.LANDING else slice(0, middle) if half and middle else slice(0, None)
+        part = (
+            slice(middle, None)
+            if flight.state is State.LANDING
+            else slice(0, middle)
+            if half and middle
+            else slice(0, None)
+        )
         self.landing(flight, segments[part])
         data = flight.copy[part] if flight.copy is not None else flight.source.read(source[part])
         target.write(segments[part], data)
@@ -376,8 +381,8 @@ class Plugin:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def probe(self, need: Need) -> Availability:  # noqa: ARG002
+    def probe(self, need: Need) -> Availability:
         return Availability(usable=True)
 
-    def open(self, options: Any, context: ConnectorContext) -> Connector:  # noqa: ARG002
+    def open(self, options: Any, context: ConnectorContext) -> Connector:
         return Connector(self._wire, context.peer)

@@ -32,7 +32,7 @@ from kvbaton.errors import DuplicateRequest, KvbatonError
 from kvbaton.geometry import KVMap
 from kvbaton.guard import GuardedConnector
 from kvbaton.handoff import effects as fx
-from kvbaton.handoff.coordinator import Coordinator
+from kvbaton.handoff.coordinator import Coordinator, Recovery
 from kvbaton.handoff.table import CoordinatorPhase, Milestones
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.reservation import Reservation
@@ -103,7 +103,7 @@ class Asked:
     number: int
     request: Request
     #: What the caller calls it; another request had the same name before, and ended.
-    key: RequestKey = RequestKey("")
+    key: RequestKey
     generations: list[TransferId] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -170,8 +170,9 @@ class Seat:
     dead: bool = False
     #: The coordinator has been told that it was joined.
     joined: bool = False
-    #: The coordinator wants it dead.
+    #: The coordinator wants it dead; it wants it started again.
     doomed: bool = False
+    wanted: bool = False
     #: Its channel is gone, and the coordinator has yet to notice.
     unnoticed: bool = False
     #: Its engine has probably something to do; its pump has.
@@ -255,7 +256,9 @@ class Watched:
                 "C1.3", f"{self._peer.name} imports {self._world.name_of(transfer)}, which its stage has given up"
             )
         if transfer not in self.live:
-            self._world.breaks("C1.3", f"{self._peer.name} imports {self._world.name_of(transfer)}, which it has released")
+            self._world.breaks(
+                "C1.3", f"{self._peer.name} imports {self._world.name_of(transfer)}, which it has released"
+            )
         missing = [f for f in self._world.wire.of(transfer) if f.writes and f.chunk.peer == self._peer]
         if missing:
             self._world.breaks(
@@ -285,7 +288,8 @@ class Watched:
                     )
                 if flight.chunk.peer == self._peer and flight.writes:
                     self._world.breaks(
-                        "C5.2", f"{self._peer.name} gives up the target of {self._world.tell(flight)}, still to be written"
+                        "C5.2",
+                        f"{self._peer.name} gives up the target of {self._world.tell(flight)}, still to be written",
                     )
             if not all(event.query() for event in self._launched.get(transfer, ())):
                 self._world.breaks(
@@ -405,7 +409,8 @@ class World:
         self._settings = _settings(
             scenario.chunk_bytes, scenario.chunk_segments, scenario.inflight_bytes, scenario.unreceipted_chunks
         )
-        self.coordinator = Coordinator(new_id=self._new_id)
+        recovery = Recovery(attempts=scenario.attempts, restarts=3 if scenario.restarts else 0)
+        self.coordinator = Coordinator(new_id=self._new_id, recovery=recovery)
         self._doing: Mapping[str, Callable[..., bool]] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
         }
@@ -446,7 +451,7 @@ class World:
             return None
         return self.wire.find((self.asked[number].generations[generation], sequence))
 
-    def may_refuse(self, peer: PeerId, transfer: TransferId) -> bool:  # noqa: ARG002
+    def may_refuse(self, peer: PeerId, transfer: TransferId) -> bool:
         """Whether a refusal was ordered."""
         return transfer in self._refusals
 
@@ -478,7 +483,14 @@ class World:
         if number < len(self.asked):
             return False
         while len(self.asked) < number:  # left out of a shortened run: it ended before it began
-            self.asked.append(Asked(len(self.asked), self.scenario.request(len(self.asked)), ended=fx.Ended(fx.Ending.CANCELLED)))
+            self.asked.append(
+                Asked(
+                    len(self.asked),
+                    self.scenario.request(len(self.asked)),
+                    RequestKey(""),
+                    ended=fx.Ended(fx.Ending.CANCELLED),
+                )
+            )
         # names are used again as soon as they are free (C1.1)
         key = next(k for k in map(RequestKey, map(str, itertools.count())) if self._free(k))
         asked = Asked(number, self.scenario.request(number), key)
@@ -698,7 +710,7 @@ class World:
     def _do_echo(self, name: str) -> bool:
         """What a stage has said last, or is about to hear first, comes twice."""
         channel = self.seats[name].channel
-        line = channel.coming if channel.coming else channel.going
+        line = channel.coming or channel.going
         if not line or messages.family_of(line[0]) != "transfer":
             return False
         self._echoed += isinstance(line[0], messages.Retired)
@@ -782,7 +794,9 @@ class World:
                 phase = self.coordinator.phase(asked.generations[-1])
                 at_decode = self._pairs[asked.generations[-1]][1] == peer
                 if phase in EXPOSED or (at_decode and phase is CoordinatorPhase.RECEIVED):
-                    raise Broken("C6.3", f"{self.name_of(asked.generations[-1])} goes on ({phase.name}) without {peer.name}")
+                    raise Broken(
+                        "C6.3", f"{self.name_of(asked.generations[-1])} goes on ({phase.name}) without {peer.name}"
+                    )
 
     def _do_kill(self, name: str) -> bool:
         """The launcher ends a stage that is lost."""
@@ -811,7 +825,7 @@ class World:
 
     def _do_restart(self, name: str) -> bool:
         seat = self.seats[name]
-        if not seat.joined or not self.scenario.restarts or self.coordinator.stopping:
+        if not seat.wanted or self.coordinator.stopping:
             return False
         self._say(f"{name} is started again")
         self.former.append(seat)
@@ -824,10 +838,21 @@ class World:
         """An engine fails at a request."""
         seat = self.seats[name]
         asked = self.asked[number] if number < len(self.asked) else None
-        if asked is None or not asked.generations or asked.ended is not None or not isinstance(seat.engine.inner, ScriptedEngine):
+        if (
+            asked is None
+            or not asked.generations
+            or asked.ended is not None
+            or not isinstance(seat.engine.inner, ScriptedEngine)
+        ):
             return False
         engine = seat.engine.inner
-        fails = engine.fail_compute if seat.role is Role.PREFILL else engine.fail_decode if number % 2 else engine.fail_import
+        fails = (
+            engine.fail_compute
+            if seat.role is Role.PREFILL
+            else engine.fail_decode
+            if number % 2
+            else engine.fail_import
+        )
         fails.add(asked.generations[-1])
         self.excused = self.excused or self.scenario.buffering
         self._excused.add(number)
@@ -838,7 +863,12 @@ class World:
         """An engine refuses a request in spite of its credit, once."""
         seat = self.seats[name]
         asked = self.asked[number] if number < len(self.asked) else None
-        if asked is None or not asked.generations or asked.ended is not None or not isinstance(seat.engine.inner, ScriptedEngine):
+        if (
+            asked is None
+            or not asked.generations
+            or asked.ended is not None
+            or not isinstance(seat.engine.inner, ScriptedEngine)
+        ):
             return False
         transfer = asked.generations[-1]
         if transfer in seat.engine.live:
@@ -910,6 +940,8 @@ class World:
                     if seat is not None and seat.peer == peer:
                         seat.doomed = True
                     self._say(f"  C wants {peer.name} dead: {effect.cause}")
+                case fx.Restart(name):
+                    self.seats[name].wanted = True
                 case fx.Ask(peer):
                     seat = self.seats.get(peer.name)
                     self._say(f"  C asks {peer.name} whether it lives")
@@ -917,7 +949,8 @@ class World:
                         seat.channel.deliver(messages.Call("alive", "alive", "health"))
                 case fx.Violation(clause, transfer, peer, text):
                     raise Broken(
-                        "C7.4", f"C accuses {peer} of breaking {clause} with {self.name_of(transfer)}: {text}; it has not"
+                        "C7.4",
+                        f"C accuses {peer} of breaking {clause} with {self.name_of(transfer)}: {text}; it has not",
                     )
                 case _:
                     pass
@@ -932,10 +965,14 @@ class World:
                 assert transfer is not None
                 self.handoffs += 1
                 asked.generations.append(transfer)
+                if len(asked.generations) > 1 + self.scenario.attempts and not self._refusals & set(asked.generations):
+                    raise Broken("C6.7", f"r{asked.number} begins for the {len(asked.generations)}th time")
                 self._owner[transfer] = asked
                 self._reached[transfer] = set()
                 self._pairs[transfer] = (prefill, decode)
                 self._say(f"  C places r{asked.number} on {prefill.name} and {decode.name}")
+            case fx.Requeued(cause):
+                self._say(f"  r{asked.number} waits again: {cause}")
             case fx.Tokens(position, token_ids, exit_depths):
                 if position != len(asked.tokens):
                     raise Broken("C7.1", f"tokens of r{asked.number} at {position} after {len(asked.tokens)}")
@@ -954,7 +991,9 @@ class World:
                     raise Broken("C6.3", f"r{asked.number} is said to be cancelled, and nobody has: {cause}")
                 elif ending is fx.Ending.FAILED and not cause:
                     raise Broken("C6.3", f"r{asked.number} failed without a cause")
-                elif ending is fx.Ending.FAILED and self._served and not (self.excused or asked.number in self._excused):
+                elif (
+                    ending is fx.Ending.FAILED and self._served and not (self.excused or asked.number in self._excused)
+                ):
                     raise Broken("C6.7", f"r{asked.number} fails, and nothing has happened to it: {cause}")
             case _:
                 pass
@@ -1023,7 +1062,9 @@ class World:
             if not isinstance(engine, ScriptedEngine):
                 continue
             if engine.late_writes:
-                raise Broken("C5.2", f"memory of {seat.peer.name} was written when it was free: {engine.late_writes[:3]}")
+                raise Broken(
+                    "C5.2", f"memory of {seat.peer.name} was written when it was free: {engine.late_writes[:3]}"
+                )
             if not seat.dead and (strays := engine.strays()):
                 raise Broken("C3.1", f"{seat.peer.name} holds bytes where nobody may write: {strays[:3]}")
 

@@ -9,6 +9,11 @@ two credits, one on each stage, returned apart and exactly once (C2.5).  The req
 its outcome is known; the entry stays until both credits are back and is then forgotten: there are no tombstones (C1.1,
 C1.2, T12).
 
+*Recovery*: where a generation is lost with a stage or a connection, the request may wait again with its age and begin
+as another generation, under a fresh id and with fresh credits, while the lost one is wound up like any that has ended.
+So nothing of the fence (C6.4) depends on it: what the dead stage could still touch stays held as it would anyhow.  A
+stage that is being started again is *expected*: requests wait for it.
+
 Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the
 peer is lost or joined.  Each look at the waiting requests is bounded by ``Limits.window``.
 
@@ -26,8 +31,10 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from kvbaton.bounds import FAIL_CLOSED
 from kvbaton.bounds import Deadlines as Deadlines
 from kvbaton.bounds import Limits as Limits
+from kvbaton.bounds import Recovery as Recovery
 from kvbaton.engine import FinishReason, Request, Role
 from kvbaton.errors import DuplicateRequest, LocalProtocolError, PromptTooLong, RequestRefused, RuntimeClosed
 from kvbaton.handoff.credits import Ledger
@@ -44,6 +51,7 @@ from kvbaton.handoff.effects import (
     Placed,
     Reached,
     Requeued,
+    Restart,
     SendTo,
     Tell,
     Tokens,
@@ -161,7 +169,7 @@ class _Peer:
 
 
 class _Waiting:
-    __slots__ = ("age", "key", "not_before", "passes", "request", "tries")
+    __slots__ = ("age", "attempts", "cause", "delivered", "key", "not_before", "passes", "prefer", "request", "tries")
 
     def __init__(self, key: RequestKey, request: Request, age: int) -> None:
         self.key = key
@@ -173,6 +181,12 @@ class _Waiting:
         #: Refusals in spite of credits so far, and when to ask again.
         self.tries = 0
         self.not_before = -math.inf
+        #: Generations lost so far, why the last one was, and which of its stages is left: it may hold KV of it still.
+        self.attempts = 0
+        self.cause = ""
+        self.prefer: PeerId | None = None
+        #: Tokens that earlier generations have delivered; they are the end of ``request``'s prompt.
+        self.delivered = 0
 
 
 class _Entry:
@@ -187,6 +201,7 @@ class _Entry:
         "p_out",
         "phase",
         "position",
+        "tokens",
         "transfer",
         "waiting",
     )
@@ -202,8 +217,9 @@ class _Entry:
         self.d_out = True
         #: Chunks, 0 until Commit.
         self.count = 0
-        #: Output tokens passed on.
+        #: Output tokens passed on; and which, where the request could go on from them.
         self.position = 0
+        self.tokens: list[int] = []
         self.activated = False
         #: The queue its deadline is in.
         self.deadlines: _DeadlineQueue | None = None
@@ -240,7 +256,8 @@ class _DeadlineQueue:
 class Coordinator:
     """Every request, transfer and peer of one deployment.
 
-    ``choose`` picks the pair for a request (default: least loaded); ``new_id`` makes transfer ids.
+    ``choose`` picks the pair for a request (default: least loaded); ``new_id`` makes transfer ids; ``recovery`` says
+    what becomes of requests whose stage is lost (default: they fail).
     """
 
     def __init__(
@@ -249,8 +266,10 @@ class Coordinator:
         deadlines: Deadlines | None = None,
         choose: Choose = least_loaded,
         new_id: Callable[[], TransferId] = new_transfer_id,
+        recovery: Recovery = FAIL_CLOSED,
     ) -> None:
         self._limits = limits or Limits()
+        self._recovery = recovery
         deadlines = deadlines or Deadlines()
         self._choose = choose
         self._new_id = new_id
@@ -258,6 +277,9 @@ class Coordinator:
         self._peers: dict[PeerId, _Peer] = {}
         self._prefills: dict[PeerId, _Peer] = {}
         self._decodes: dict[PeerId, _Peer] = {}
+        #: Stages that are to be started again, until they say Hello; and how often each was, since it has last served.
+        self._expected: dict[str, Role] = {}
+        self._restarts: dict[str, int] = {}
         #: Joined, and who has still to close its end of the connection: the second half of the fence (C6.4).
         self._unclosed: dict[PeerId, set[PeerId]] = {}
         self._entries: dict[TransferId, _Entry] = {}
@@ -421,6 +443,8 @@ class Coordinator:
         entry = self._entries.get(transfer)
         if entry is None:
             return [Ignored(transfer, kind.__name__, "unknown transfer")]  # C1.2
+        if self._restarts:
+            self._restarts.pop(peer.name, None)  # it serves
         effects = []
         if sender is entry.d:
             handler = _D_HANDLERS.get(kind)
@@ -486,6 +510,8 @@ class Coordinator:
         self._forget_peer(found)
         for joined in tuple(self._unclosed):
             self._closed(joined, peer, effects)
+        if peer.name in self._expected and not self._stopping:
+            self._restart(peer.name, effects)
         self._stop_receivers(effects)
         return self._settle(effects)
 
@@ -503,8 +529,25 @@ class Coordinator:
         found.unjoinable = True
         if found.status is _UP:
             self._lose(found, "it cannot be reached", effects, kill=False)
+        if peer.name in self._expected and not self._stopping:
+            self._restart(peer.name, effects)
         self._stop_receivers(effects)
         return self._settle(effects)
+
+    def start_failed(self, name: str, now: float) -> Effects:
+        """A stage that was to be started again cannot be, or ended before it said Hello."""
+        self._tick(now)
+        effects: Effects = []
+        if name not in self._expected or self._stopping:
+            return [Ignored(None, "start failed", f"{name} is not expected")]
+        if self._restarts[name] < self._recovery.restarts:
+            self._restart(name, effects)
+        else:
+            del self._expected[name]
+            text = f"C6.3: {name} was started again {self._restarts[name]} times and did not serve: it is given up"
+            effects.append(Fault(None, text))
+            self._refuse_unserved(effects)
+        return effects
 
     def drain(self, peer: PeerId, now: float) -> Effects:
         """Place nothing more on ``peer``; what is on it goes on.  See :meth:`idle`, then :meth:`dismiss`."""
@@ -533,6 +576,7 @@ class Coordinator:
         if self._stopping:
             return [Ignored(None, "fatal", "already stopping")]
         self._stopping = 1
+        self._expected.clear()
         self._stop_cause = cause
         self._stop_deadline = self._now + self._shutdown
         effects: Effects = []
@@ -601,6 +645,7 @@ class Coordinator:
                     return [Violation("C1.4", None, peer, f"{old.id} of a later start is up")]
                 self._lose(old, f"replaced by {peer}", effects)
         new = _Peer(message)
+        self._expected.pop(peer.name, None)
         self._peers[peer] = new
         mine, others = (self._prefills, self._decodes) if new.role is Role.PREFILL else (self._decodes, self._prefills)
         mine[peer] = new
@@ -643,7 +688,7 @@ class Coordinator:
         told = [entry for entry in pair if entry.phase is not _RESERVING]
         for entry in pair:
             if entry.phase in _EXPOSED:
-                self._end(entry, _FAILED, cause, effects, at=other)  # RESERVING: with a Release
+                self._lost(entry, cause, effects, at=other)  # RESERVING: with a Release
         if sender is d and message.quiet and d.status is _UP:
             # D's memory is fenced; P may still be reading its own, so P's credit stays out
             effects += [SendTo(d.id, Release(e.transfer)) for e in told if e.phase is _ENDED and e.d_out]
@@ -771,7 +816,10 @@ class Coordinator:
             self._violated(entry, entry.d, text, effects)
         else:
             entry.position += len(message.token_ids)
-            tokens = Tokens(message.position, message.token_ids, message.exit_depths)
+            if self._recovery.recompute:
+                entry.tokens += message.token_ids
+            position = entry.waiting.delivered + message.position
+            tokens = Tokens(position, message.token_ids, message.exit_depths)
             effects.append(Tell(entry.waiting.key, entry.transfer, tokens))
 
     def _finished(self, entry: _Entry, message: Finished, effects: Effects) -> None:
@@ -785,7 +833,8 @@ class Coordinator:
     def _failed_p(self, entry: _Entry, message: Failed, effects: Effects) -> None:
         """The chunks will not all arrive.  After Received that is P's own affair."""
         if entry.phase is _PREFILLING or entry.phase is _COMMITTED:
-            self._end(entry, _FAILED, f"{entry.p.id}: {message.cause}", effects, at=entry.p)
+            end = self._lost if message.unmoved else self._failed
+            end(entry, f"{entry.p.id}: {message.cause}", effects, at=entry.p)
         elif entry.phase is _RESERVING:
             self._violated(entry, entry.p, "Failed before its time", effects)
         else:
@@ -797,7 +846,8 @@ class Coordinator:
         elif entry.phase is _ENDED:
             self._late(entry, message, effects)
         else:
-            self._end(entry, _FAILED, f"{entry.d.id}: {message.cause}{_missing(message)}", effects, at=entry.d)
+            end = self._lost if message.unmoved else self._failed
+            end(entry, f"{entry.d.id}: {message.cause}{_missing(message)}", effects, at=entry.d)
         if message.culprit is not None and message.culprit == entry.p.id and entry.p.status is _UP:
             self._lose(entry.p, f"{entry.d.id}: {message.cause}", effects)  # it may have hit memory (C7.2)
 
@@ -854,10 +904,13 @@ class Coordinator:
 
         ``at``: whom a failure lies with.
         """
-        phase = entry.phase
-        transfer = entry.transfer
-        self._tell_end(entry.waiting, transfer, ending, cause, effects, reason, at.id if at else None)
-        if ending is not _FINISHED:
+        self._tell_end(entry.waiting, entry.transfer, ending, cause, effects, reason, at.id if at else None)
+        self._wind_up(entry, effects, finished=ending is _FINISHED)
+
+    def _wind_up(self, entry: _Entry, effects: Effects, *, finished: bool = False) -> None:
+        """The generation is over for the caller; its stages are told, and keep what they must (C5.1, C5.2)."""
+        phase, transfer = entry.phase, entry.transfer
+        if not finished:
             if (phase is _PREFILLING or phase is _COMMITTED) and entry.p.status is _UP:
                 effects.append(SendTo(entry.p.id, Cancel(transfer)))
             if entry.d_out and entry.d.status is _UP:
@@ -869,6 +922,45 @@ class Coordinator:
             self._give_back_p(entry)
         self._set_deadline(entry, self._drain)
         self._forget(entry)
+
+    def _failed(self, entry: _Entry, cause: str, effects: Effects, *, at: _Peer) -> None:
+        self._end(entry, _FAILED, cause, effects, at=at)
+
+    def _lost(self, entry: _Entry, cause: str, effects: Effects, *, at: _Peer) -> None:
+        """The generation is lost with a stage or a connection: the request begins again, if it may, or fails."""
+        waiting = entry.waiting
+        if self._stopping or waiting.attempts >= self._recovery.attempts:
+            if waiting.attempts:
+                cause = f"{cause} (begun {waiting.attempts + 1} times)"
+            self._end(entry, _FAILED, cause, effects, at=at)
+            return
+        if entry.position:
+            if not self._recovery.recompute:
+                self._end(entry, _FAILED, f"{cause}, after {entry.position} tokens were delivered", effects, at=at)
+                return
+            sampling = entry.waiting.request.sampling
+            left = sampling.max_tokens - entry.position
+            if left < 1 or sampling.stop:
+                why = "stop texts may span the tokens that were delivered" if left else "all tokens were delivered"
+                self._end(entry, _FAILED, f"{cause}; it cannot be recomputed: {why}", effects, at=at)
+                return
+            waiting.request = msgspec.structs.replace(
+                waiting.request,
+                prompt=(*waiting.request.prompt, *entry.tokens),
+                sampling=msgspec.structs.replace(sampling, max_tokens=left),
+            )
+            waiting.delivered += entry.position
+        waiting.attempts += 1
+        waiting.cause = cause
+        other = entry.d if at is entry.p else entry.p
+        waiting.prefer = other.id if other.status is _UP else None
+        effects.append(Tell(waiting.key, entry.transfer, Requeued(cause)))
+        self._live[waiting.key] = waiting
+        self._wind_up(entry, effects)
+        bisect.insort(self._queue, waiting, key=_age)
+        self._freed = True  # it may fit at once
+        if not self._served(waiting):
+            self._refuse(waiting, self._nobody(), effects)
 
     def _tell_end(
         self,
@@ -943,16 +1035,22 @@ class Coordinator:
 
     def _lose(self, peer: _Peer, cause: str, effects: Effects, kill: bool = True) -> None:
         peer.status = _LOST
+        if not (peer.leaving or self._stopping) and self._restarts.get(peer.id.name, 0) < self._recovery.restarts:
+            self._expected[peer.id.name] = peer.role
         if not peer.leaving:
             effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}", peer=peer.id))
             if kill:
                 effects.append(Kill(peer.id, cause))
         for entry in tuple(peer.entries.values()):
             if entry.phase in _EXPOSED or (entry.phase is _RECEIVED and entry.d is peer):
-                self._end(entry, _FAILED, f"{peer.id} is lost: {cause}", effects, at=peer)
+                self._lost(entry, f"{peer.id} is lost: {cause}", effects, at=peer)
             elif entry.d is peer and entry.p_out:
                 self._set_deadline(entry, self._drain)  # what P waits for comes to an end now
         self._refuse_unserved(effects)
+
+    def _restart(self, name: str, effects: Effects) -> None:
+        self._restarts[name] = self._restarts.get(name, 0) + 1
+        effects.append(Restart(name))
 
     def _forget_peer(self, peer: _Peer) -> None:
         """A joined peer without transfers is forgotten, also by the others (T12)."""
@@ -1016,6 +1114,8 @@ class Coordinator:
         """Ask the policy; one that raises or invents a pair must not take the coordinator down."""
         if not pairs:
             return None
+        if waiting.prefer is not None:  # what is left of the lost generation's KV is there
+            pairs = [pair for pair in pairs if waiting.prefer in (pair.prefill, pair.decode)] or pairs
         try:
             pair = self._choose(waiting.key, waiting.request, pairs)
         except Exception as error:
@@ -1060,6 +1160,8 @@ class Coordinator:
 
     def _refuse(self, waiting: _Waiting, cause: str, effects: Effects) -> None:
         self._dequeue(waiting)
+        if waiting.cause:
+            cause = f"{waiting.cause}; {cause}"
         self._tell_end(waiting, None, _FAILED, cause, effects)
 
     def _refuse_unserved(self, effects: Effects) -> None:
@@ -1069,11 +1171,14 @@ class Coordinator:
 
     def _served(self, waiting: _Waiting) -> bool:
         request = waiting.request
-        return any(
-            p.open and _holds(p, len(request.prompt))
-            and any(d.open and _holds(d, request.max_length) and _possible(p, d) for d in self._decodes.values())
-            for p in self._prefills.values()
-        )  # fmt: skip
+        prefills = [p for p in self._prefills.values() if p.open and _holds(p, len(request.prompt))]
+        decodes = [d for d in self._decodes.values() if d.open and _holds(d, request.max_length)]
+        coming = set(self._expected.values())
+        return (
+            any(_possible(p, d) for p in prefills for d in decodes)
+            or (Role.PREFILL in coming and (bool(decodes) or Role.DECODE in coming))
+            or (Role.DECODE in coming and bool(prefills))
+        )
 
     def _nobody(self) -> str:
         if not any(p.open for p in self._prefills.values()):

@@ -356,7 +356,7 @@ class Destination:
             return self.refused(transfer, cause, retry=False)
         effects: Effects = [
             Fault(transfer, cause, retained=record.phase is _RESERVED),
-            Send(Failed(transfer, cause, record.missing)),
+            Send(Failed(transfer, cause, record.missing, unmoved=bool(record.missing))),
         ]
         self._cancel(record, effects)
         return effects

@@ -208,6 +208,14 @@ class Fenced(Effect, frozen=True, gc=False):
     peer: PeerId
 
 
+class Restart(Effect, frozen=True, gc=False):
+    """Start the stage of this name again: its last process was joined.  It says Hello under a new epoch; where it
+    cannot, call ``coordinator.start_failed(name)``.
+    """
+
+    name: str
+
+
 class Ending(enum.Enum):
     """How a request ended for its caller."""
 
@@ -232,7 +240,9 @@ class Tokens(Effect, frozen=True, gc=False):
 
 
 class Requeued(Effect, frozen=True, gc=False):
-    """D refused in spite of credits; the request waits again with its age (C2.6)."""
+    """D refused in spite of credits, or the generation was lost with a stage or a connection; the request waits again
+    with its age (C2.6).
+    """
 
     cause: str
 
@@ -283,4 +293,6 @@ SourceEffect: TypeAlias = (
 DestinationEffect: TypeAlias = (
     Send | Admit | Grant | Import | Suspend | Revoke | Free | DisconnectPeer | Milestone | Fault | Ignored | Violation
 )
-CoordinatorEffect: TypeAlias = SendTo | Tell | Reached | Ask | Kill | Join | Fenced | Fault | Ignored | Violation
+CoordinatorEffect: TypeAlias = (
+    SendTo | Tell | Reached | Ask | Kill | Join | Restart | Fenced | Fault | Ignored | Violation
+)

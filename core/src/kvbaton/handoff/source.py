@@ -334,7 +334,7 @@ class Source:
             self._retire_if_quiet(record, effects)
         else:
             cause = f"C6.3: chunk {sequence} to {record.destination}: {completion.error or completion.outcome.value}"
-            self._fail(record, cause, (sequence,), effects)
+            self._fail(record, cause, (sequence,), effects, unmoved=True)
         return effects
 
     def peer_up(self, peer: PeerId) -> Effects:
@@ -374,19 +374,21 @@ class Source:
             effects.append(Send(Failed(record.transfer, f"{clause}: {text}")))
         return effects
 
-    def _fail(self, record: _Record, cause: str, missing: tuple[int, ...], effects: Effects) -> None:
+    def _fail(
+        self, record: _Record, cause: str, missing: tuple[int, ...], effects: Effects, *, unmoved: bool = False
+    ) -> None:
         """Compute or a chunk failed.  Once draining, that is our own affair."""
         if record.phase is _DRAINING:
             self._retire_if_quiet(record, effects)
             return
         effects.append(Fault(record.transfer, cause, retained=bool(record.chunks)))
-        effects.append(Send(Failed(record.transfer, cause, missing[:MAX_MISSING])))
+        effects.append(Send(Failed(record.transfer, cause, missing[:MAX_MISSING], unmoved=unmoved)))
         self._drain(record, effects)
 
     def _abandon(self, record: _Record, cause: str, effects: Effects) -> None:
         """The destination cannot be reached: whatever has not arrived never will."""
         if record.phase is _PREFILLING or (record.phase is _COMMITTED and record.chunks):
-            self._fail(record, cause, tuple(record.chunks), effects)
+            self._fail(record, cause, tuple(record.chunks), effects, unmoved=True)
 
     def _drain(self, record: _Record, effects: Effects) -> None:
         """Drop what was handed neither to the device nor to the wire."""
