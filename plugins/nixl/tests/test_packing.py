@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -46,11 +48,11 @@ class Slow(HostMover):
         self.events.append(Late())
         return self.events[-1]
 
-    def gather(self, segments: Places, slot: int) -> Late:  # type: ignore[override]
+    def gather(self, segments: Places, slot: int) -> Late:
         super().gather(segments, slot)
         return self._event()
 
-    def scatter(self, slot: int, segments: Places) -> Late:  # type: ignore[override]
+    def scatter(self, slot: int, segments: Places) -> Late:
         super().scatter(slot, segments)
         return self._event()
 
@@ -191,6 +193,32 @@ def test_a_queue_is_full_when_more_waits_than_the_slots_hold() -> None:
     for sequence in range(20):
         small.packer.add(chunk_of([0], [0], [1], sequence))
         assert not small.packer.full
+
+
+@pytest.mark.clause("T3", "T10")
+def test_a_long_part_is_copied_on_a_thread_that_ends_with_its_mover() -> None:
+    count, length = 512, 4096
+    order = np.random.default_rng(1).permutation(2 * count)[:count]
+    memory = np.zeros(2 * count * length, np.uint8)
+    memory.reshape(-1, length)[:] = (np.arange(2 * count) % 251)[:, None]
+    before, slots = memory.copy(), Slots(1, count * length)
+    mover = HostMover([MemoryRegion.of_array(0, memory)], slots)
+    places = Segments([0] * count, order * length, [length] * count)
+    for copy in (lambda: mover.gather(places, 0), lambda: mover.scatter(0, places)):
+        event, deadline = copy(), time.monotonic() + 30
+        assert event is not None
+        while not event.query():
+            assert time.monotonic() < deadline
+        slot = mover.region.view().reshape(2, count, length)
+        np.testing.assert_array_equal(slot[0], before.reshape(-1, length)[order])
+        slot[1] = slot[0]
+        memory[:] = 0
+    mover.scatter(0, places)
+    mover.close()  # waits
+    wanted = np.zeros_like(before).reshape(-1, length)
+    wanted[order] = before.reshape(-1, length)[order]
+    np.testing.assert_array_equal(memory.reshape(-1, length), wanted)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvbaton-nixl-copies")]
 
 
 HEAD = struct.Struct("<IIIIQ")
