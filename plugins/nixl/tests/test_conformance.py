@@ -19,7 +19,7 @@ class Apart(NixlPlugin):
 
 #: Every chunk packed, into few slots and small ones: most have several parts, and wait for room.  With two slots the
 #: processes take turns so often in a flood of chunks that a busy machine is late.
-PACKED = {"packing": "always", "staging_bytes": 4096, "staging_slots": 4}
+PACKED = {"packing": "always", "staging_bytes": 4096, "staging_slots": 8}
 
 
 class TestNixlPacked(ConnectorLevel):
