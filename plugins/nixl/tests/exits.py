@@ -1,6 +1,7 @@
 """Processes that end with a NIXL connector in them, in every way: status 0 and not a word, closed or not.
 
-python plugins/nixl/tests/exits.py --count 50        # of each, over all cases; the tests run few
+python plugins/nixl/tests/exits.py --count 50                   # of each, over all cases; the tests run few
+python plugins/nixl/tests/exits.py --count 50 --memory cuda     # device memory: a peer in another process
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__)
@@ -18,15 +20,17 @@ HERE = Path(__file__)
 #: way; by ``sys.exit``, by an exception in its main program; as a spawned child.
 CASES = ("data", "live-peer", "dead-peer", "stopped-peer", "sys-exit", "exception", "spawned")
 CLOSES = ("close", "no-close")
+#: Two agents of one process do not reach each other's device memory.
+DEVICE_CASES = ("live-peer", "dead-peer", "sys-exit", "exception")
 BOUND = 60.0
 
 
-def end_of(case, closes):
+def end_of(case, closes, memory="host"):
     """Run one process; what was wrong with its end, in words, or nothing."""
     started = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-P", str(HERE), "--case", case, "--closes", closes],
+            [sys.executable, "-P", str(HERE), "--case", case, "--closes", closes, "--memory", memory],
             capture_output=True, timeout=BOUND, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -51,7 +55,7 @@ def possible(case, closes):
 # -- what such a process does ------------------------------------------------------------------------------------------
 
 
-def live(case, closes):
+def live(case, closes, memory="host"):
     """Two ends and a chunk across; the second end is in a child process where the case is about one."""
     from kvbaton.connector import Chunk
     from kvbaton.identity import PeerId, new_transfer_id
@@ -62,10 +66,11 @@ def live(case, closes):
 
     options = {"ucx": {"TLS": "tcp,self"}} if case == "stopped-peer" else {}
     size = (32 << 20) if case == "stopped-peer" else (1 << 16)
-    near = open_end(plugin, plugin.Options(**options), PeerId.start("prefill-0"), regions={0: size})
+    near = open_end(plugin, plugin.Options(**options), PeerId.start("prefill-0"), regions={0: size}, memory_kind=memory)
     processes = Processes()
-    if case in ("live-peer", "dead-peer", "stopped-peer"):
-        subject = resolve("nixl", options, Reference("nixl"), "nixl")
+    apart = case in ("live-peer", "dead-peer", "stopped-peer") or memory == "cuda"
+    if apart:
+        subject = resolve("nixl", options, Reference("nixl"), "nixl", memory)
         far = open_remote_end(processes, subject, PeerId.start("decode-0"), {"regions": {0: size}}, options)
         assert isinstance(far.process, PeerProcess)
     else:
@@ -90,8 +95,8 @@ def live(case, closes):
         far.kill()
     print("ready", flush=True)
     if closes == "close":
-        close_ends([end for end in (near, far) if end is near or case not in ("live-peer", "dead-peer")])
-    if case in ("live-peer", "stopped-peer"):
+        close_ends([end for end in (near, far) if end is near or not apart])
+    if apart and case != "dead-peer":
         # somebody else's process: it must not outlive the test, and it is not what the test is about
         subprocess.Popen(
             ["/bin/sh", "-c", f"sleep 2; kill -9 {far.process.pid}"], start_new_session=True,
@@ -119,18 +124,22 @@ def main():
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--closes", choices=CLOSES)
     parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--memory", choices=("host", "cuda"), default="host")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     asked = parser.parse_args()
     if asked.case == "spawned":
         in_a_spawned_process(asked.closes)
     if asked.case:
-        return live(asked.case, asked.closes)  # kept alive until the interpreter ends
-    wrong, started = [], time.monotonic()
+        return live(asked.case, asked.closes, asked.memory)  # kept alive until the interpreter ends
+    started = time.monotonic()
+    ways = []
     for closes in CLOSES:
-        cases = itertools.cycle(case for case in CASES if possible(case, closes))
-        for case in itertools.islice(cases, asked.count):
-            if problem := end_of(case, closes):
-                wrong.append(problem)
-                print(problem, flush=True)
+        cases = CASES if asked.memory == "host" else DEVICE_CASES
+        able = itertools.cycle(case for case in cases if possible(case, closes))
+        ways += [(case, closes) for case in itertools.islice(able, asked.count)]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        wrong = [problem for problem in pool.map(lambda way: end_of(*way, asked.memory), ways) if problem]
+    print("\n".join(wrong))
     print(f"{2 * asked.count} exits, {len(wrong)} wrong, {time.monotonic() - started:.0f} s")
     sys.exit(bool(wrong))
 
