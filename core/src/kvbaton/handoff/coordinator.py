@@ -168,6 +168,15 @@ class _Peer:
         return self.status is _UP and not self.draining
 
 
+class _Expected:
+    __slots__ = ("after", "role")
+
+    def __init__(self, role: Role, after: PeerId) -> None:
+        self.role = role
+        #: The life whose end it waits for; None: it is being started, and no other end starts it once more.
+        self.after: PeerId | None = after
+
+
 class _Waiting:
     __slots__ = ("age", "attempts", "cause", "delivered", "key", "not_before", "passes", "prefer", "request", "tries")
 
@@ -278,7 +287,7 @@ class Coordinator:
         self._prefills: dict[PeerId, _Peer] = {}
         self._decodes: dict[PeerId, _Peer] = {}
         #: Stages that are to be started again, until they say Hello; and how often each was, since it has last served.
-        self._expected: dict[str, Role] = {}
+        self._expected: dict[str, _Expected] = {}
         self._restarts: dict[str, int] = {}
         #: Joined, and who has still to close its end of the connection: the second half of the fence (C6.4).
         self._unclosed: dict[PeerId, set[PeerId]] = {}
@@ -443,7 +452,7 @@ class Coordinator:
         entry = self._entries.get(transfer)
         if entry is None:
             return [Ignored(transfer, kind.__name__, "unknown transfer")]  # C1.2
-        if self._restarts:
+        if self._restarts and sender.status is _UP:  # not a dead life's last words
             self._restarts.pop(peer.name, None)  # it serves
         effects = []
         if sender is entry.d:
@@ -510,8 +519,7 @@ class Coordinator:
         self._forget_peer(found)
         for joined in tuple(self._unclosed):
             self._closed(joined, peer, effects)
-        if peer.name in self._expected and not self._stopping:
-            self._restart(peer.name, effects)
+        self._restart_after(peer, effects)
         self._stop_receivers(effects)
         return self._settle(effects)
 
@@ -529,8 +537,7 @@ class Coordinator:
         found.unjoinable = True
         if found.status is _UP:
             self._lose(found, "it cannot be reached", effects, kill=False)
-        if peer.name in self._expected and not self._stopping:
-            self._restart(peer.name, effects)
+        self._restart_after(peer, effects)
         self._stop_receivers(effects)
         return self._settle(effects)
 
@@ -540,11 +547,12 @@ class Coordinator:
         effects: Effects = []
         if name not in self._expected or self._stopping:
             return [Ignored(None, "start failed", f"{name} is not expected")]
-        if self._restarts[name] < self._recovery.restarts:
+        times = self._restarts.get(name, 0)
+        if times < self._recovery.restarts:
             self._restart(name, effects)
         else:
             del self._expected[name]
-            text = f"C6.3: {name} was started again {self._restarts[name]} times and did not serve: it is given up"
+            text = f"C6.3: {name} was started again {times} times and did not serve: it is given up"
             effects.append(Fault(None, text))
             self._refuse_unserved(effects)
         return effects
@@ -639,22 +647,24 @@ class Coordinator:
         if message.peer != peer or message.role not in (Role.PREFILL, Role.DECODE):
             return [Violation("C1.4", None, peer, f"Hello of {message.peer} as {message.role.value}")]
         effects: Effects = []
-        for old in tuple(self._peers.values()):
-            if old.id.name == peer.name and old.status is _UP:
-                if old.id.epoch > peer.epoch:
-                    return [Violation("C1.4", None, peer, f"{old.id} of a later start is up")]
-                self._lose(old, f"replaced by {peer}", effects)
+        replaced = [p for p in self._peers.values() if p.id.name == peer.name and p.status is _UP]
+        for old in replaced:
+            if old.id.epoch > peer.epoch:
+                return [Violation("C1.4", None, peer, f"{old.id} of a later start is up")]
         new = _Peer(message)
-        self._expected.pop(peer.name, None)
         self._peers[peer] = new
         mine, others = (self._prefills, self._decodes) if new.role is Role.PREFILL else (self._decodes, self._prefills)
         mine[peer] = new
+        for old in replaced:  # after the new one is known: what waits has somewhere to go
+            self._lose(old, f"replaced by {peer}", effects)
+        self._expected.pop(peer.name, None)
         if self._stopping:
             self._stop(new, effects)
             return effects
         for other in others.values():
             if other.status is _UP:
                 effects += [SendTo(peer, Connect(other.endpoint)), SendTo(other.id, Connect(new.endpoint))]
+        self._refuse_unserved(effects)  # what waited for it may be more than it holds
         return self._settle(effects)
 
     def _hello_again(self, sender: _Peer, message: Hello, effects: Effects) -> None:
@@ -1035,8 +1045,10 @@ class Coordinator:
 
     def _lose(self, peer: _Peer, cause: str, effects: Effects, kill: bool = True) -> None:
         peer.status = _LOST
-        if not (peer.leaving or self._stopping) and self._restarts.get(peer.id.name, 0) < self._recovery.restarts:
-            self._expected[peer.id.name] = peer.role
+        # one that was drained stays away: nothing is to be placed there
+        gone = peer.leaving or peer.draining or self._stopping
+        if not gone and self._restarts.get(peer.id.name, 0) < self._recovery.restarts:
+            self._expected[peer.id.name] = _Expected(peer.role, peer.id)
         if not peer.leaving:
             effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}", peer=peer.id))
             if kill:
@@ -1048,7 +1060,14 @@ class Coordinator:
                 self._set_deadline(entry, self._drain)  # what P waits for comes to an end now
         self._refuse_unserved(effects)
 
+    def _restart_after(self, end: PeerId, effects: Effects) -> None:
+        """A life's end was seen: its stage is started again, if it is that end that its start waits for."""
+        expected = self._expected.get(end.name)
+        if expected is not None and expected.after == end:
+            self._restart(end.name, effects)
+
     def _restart(self, name: str, effects: Effects) -> None:
+        self._expected[name].after = None
         self._restarts[name] = self._restarts.get(name, 0) + 1
         effects.append(Restart(name))
 
@@ -1173,7 +1192,7 @@ class Coordinator:
         request = waiting.request
         prefills = [p for p in self._prefills.values() if p.open and _holds(p, len(request.prompt))]
         decodes = [d for d in self._decodes.values() if d.open and _holds(d, request.max_length)]
-        coming = set(self._expected.values())
+        coming = {expected.role for expected in self._expected.values()}
         return (
             any(_possible(p, d) for p in prefills for d in decodes)
             or (Role.PREFILL in coming and (bool(decodes) or Role.DECODE in coming))
