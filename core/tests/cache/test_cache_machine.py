@@ -146,14 +146,27 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.append(twin.real, more)
                 twin.tokens.extend(more)
 
-    @rule(index=st.integers(0, 9))
-    def ensure(self, index: int) -> None:
+    @rule(index=st.integers(0, 9), ahead=st.integers(0, 5))
+    def ensure(self, index: int, ahead: int) -> None:
         if twin := self.pick(index, SequenceState.OPEN):
-            missing = max(0, -(-len(twin.tokens) // BLOCK) - len(twin.blocks))
+            tokens = min(len(twin.tokens) + ahead, twin.budget)
+            missing = max(0, -(-tokens // BLOCK) - len(twin.blocks))
             possible = missing <= self.free_count() + len(self.cached)
-            assert self.cache.ensure(twin.real, len(twin.tokens)) == possible
+            assert self.cache.ensure(twin.real, tokens) == possible
             if possible:
                 self.give(twin, [])
+
+    @rule(index=st.integers(0, 9), part=st.floats(0, 1))
+    def trim(self, index: int, part: float) -> None:
+        if twin := self.pick(index, SequenceState.OPEN):
+            tokens = twin.valid + int(part * (twin.budget - twin.valid))
+            if twin.valid:
+                with pytest.raises(CacheError, match=r"C3\.1"):
+                    self.cache.trim(twin.real, twin.valid - 1)
+            self.cache.trim(twin.real, tokens)
+            kept = -(-tokens // BLOCK)
+            gone, twin.blocks = twin.blocks[kept:], twin.blocks[:kept]
+            self.unhold(gone[::-1])
 
     @rule(index=st.integers(0, 9), part=st.floats(0, 1))
     def advance(self, index: int, part: float) -> None:

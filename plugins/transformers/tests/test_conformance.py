@@ -53,3 +53,17 @@ class TestLlamaOnDevice(EngineConformance):
     engine_options = SMALL
     device = 0
     break_request = staticmethod(break_request)
+
+
+class TestSpeculation(EngineConformance):
+    engine = "transformers"
+    model = "tiny-llama"
+    engine_options = {**SMALL, "speculation": "prompt-lookup", "ngram": 1}
+    break_request = staticmethod(break_request)
+
+
+class TestLastExitedSpeculation(EngineConformance):
+    engine = "transformers"
+    model = "tiny-llama"
+    engine_options = {**TestLastExited.engine_options, "speculation": "prompt-lookup", "ngram": 1}
+    break_request = staticmethod(break_request)

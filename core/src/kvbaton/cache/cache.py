@@ -117,6 +117,22 @@ class KVCache:
         self._expect(sequence, "advance", SequenceState.OPEN)
         self._validate(sequence, valid)
 
+    def trim(self, sequence: KVSequence, tokens: int) -> None:
+        """Give back the blocks past those of the first ``tokens`` tokens: what was computed ahead in them is void.
+
+        Raises :class:`CacheError` where that would take valid tokens away.  Leased blocks follow at the end of their
+        last lease (C8.1).
+        """
+        self._expect(sequence, "trim", SequenceState.OPEN)
+        if tokens < sequence.valid:
+            raise CacheError(f"C3.1: {sequence!r} cannot be cut to {tokens} tokens: more are valid", tokens=tokens)
+        kept = self.blocks_for(tokens)
+        for block in reversed(sequence.blocks[kept:]):
+            self.pool.disown(block)
+        del sequence.blocks[kept:]
+        for table in sequence.tables:
+            del table[kept:]
+
     def complete_import(self, sequence: KVSequence, valid: int) -> None:
         """Everything up to ``valid`` has arrived: only now is it valid and shareable (C3.1, C8.3)."""
         self._expect(sequence, "complete_import", SequenceState.IMPORTING)

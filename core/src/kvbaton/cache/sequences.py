@@ -27,7 +27,7 @@ class KVSequence:
 
     ``tokens``: all that are known.  ``valid``: how many leading ones have their KV in place.  ``budget``: how many
     there may ever be, kept through import, preemption and resumption (C8.4).  ``tables[plane]``: block ids in token
-    order, the cache's own lists: they grow in place.
+    order, the cache's own lists: they grow in place, and :meth:`~kvbaton.cache.KVCache.trim` cuts them in place.
     """
 
     __slots__ = ("blocks", "budget", "leases", "names", "published", "state", "tables", "tokens", "valid")

@@ -7,6 +7,7 @@ and this module keeps each transfer's state and reports to the stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,12 @@ from kvbaton.engine import (
     StepOutput,
     Tokenizer,
 )
-from kvbaton.errors import CacheError, LocalProtocolError, PromptTooLong, RequestRefused
+from kvbaton.errors import CacheError, ConfigurationError, LocalProtocolError, PromptTooLong, RequestRefused
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Capacity, Reservation
 from kvbaton_transformers import support
 from kvbaton_transformers.checkpoints import Checkpoint
+from kvbaton_transformers.drafting import PromptLookup
 from kvbaton_transformers.generation import Generator
 from kvbaton_transformers.looped import LoopedModel
 from kvbaton_transformers.paged import KVSpec, PagedKV, tensor_over
@@ -36,13 +38,24 @@ from kvbaton_transformers.runner import Batching, Forward, Row, Runner
 from kvbaton_transformers.scheduler import Job, Limits, Phase, Scheduler, Work
 
 
+class _Ahead(NamedTuple):
+    """Drafts that were computed: for each a hidden state (``[draft, hidden]``) and an exit depth, as if it were
+    right."""
+
+    tokens: tuple[int, ...]
+    hidden: torch.Tensor
+    depths: tuple[int, ...]
+
+
 class _Result(NamedTuple):
-    """What a forward left for one piece of work: the last token's hidden state and its exit depth, or a fault."""
+    """What a forward left for one piece of work: the hidden state of its last token that is no draft, and that token's
+    exit depth; the same for its drafts; or a fault."""
 
     work: Work
     hidden: torch.Tensor | None
     depth: int
     error: Exception | None
+    ahead: _Ahead | None = None
 
 
 class TransformersEngine:
@@ -80,6 +93,7 @@ class TransformersEngine:
         self._jobs: dict[TransferId, Job] = {}
         #: D: reservations whose memory is not locally quiet yet (C2.7).
         self._unquiet: list[tuple[DeviceEvent, Job]] = []
+        self._drafted = self._accepted = 0
         self._closed = False
         if role is Role.COLOCATED:
             self.regions(None)
@@ -114,13 +128,20 @@ class TransformersEngine:
             # A result that depends on chunking depends on what was found in the cache, too.
             prefix_caching=options.prefix_caching and whole,
         )
+        speculates = options.speculation != "off" and self.role is not Role.PREFILL
+        if speculates and not whole:
+            raise ConfigurationError(
+                "speculation does not work with a SHARED looped model: its results depend on how tokens are cut into"
+                ' chunks. Set speculation to "off", or loop in the layout last_exited.'
+            )
         limits = Limits(
             prefill_chunk=options.prefill_chunk if whole else None,
             max_batch_tokens=options.max_batch_tokens,
             max_running=options.max_running,
             replay_singly=not whole or self._runner.batching is Batching.ISOLATED,
+            draft_tokens=options.draft_tokens if speculates else 0,
         )
-        self._scheduler = Scheduler(self._cache, limits, self._place, self._may)
+        self._scheduler = Scheduler(self._cache, limits, self._place, self._may, self._draft if speculates else None)
         # A2: P has nothing to sample with.
         self._generator = (
             None
@@ -215,7 +236,7 @@ class TransformersEngine:
             return
         self._scheduler.park(job)
         self._unquiet = [(event, other) for event, other in self._unquiet if other is not job]
-        job.final = None
+        job.final = job.ahead = job.lookup = None
         if job.lease is not None:
             job.lease.end()
             job.lease = None
@@ -245,11 +266,11 @@ class TransformersEngine:
         if self.role is Role.PREFILL:
             self._report(done)
             return outputs
-        for work, hidden, depth, _ in done:
+        for work, hidden, depth, _, ahead in done:
             job = work.job
             # While a preempted request is recomputed, its next token waits; a final payload it still has stays the one.
             if job.held.valid == job.length and job.final is None:
-                job.final = hidden, depth
+                job.final, job.ahead = (hidden, depth), ahead
         ready = [*plan.samples, *(r.work.job for r in done)]
         outputs.extend(self._sample([job for job in ready if job.final and job.held.valid == job.length]))
         return outputs
@@ -258,13 +279,20 @@ class TransformersEngine:
         if not work:
             return []
         rows = [
-            Row(tokens=w.job.held.tokens[w.start : w.start + w.count], start=w.start, tables=w.job.held.tables)
+            Row(
+                tokens=[*w.job.held.tokens[w.start : w.start + w.count], *w.draft],
+                start=w.start,
+                tables=w.job.held.tables,
+                every=bool(w.draft),
+            )
             for w in work
         ]
         try:
             return _results(work, self._runner.forward(rows))
         except Exception as error:
             if len(work) == 1:
+                if work[0].draft:  # a guess never costs a request its life
+                    return self._compute([replace(work[0], draft=())])
                 return [_Result(work[0], None, 0, error)]
         # One request's fault is not the others': compute each alone.  What is written twice is written alike.
         return [result for w in work for result in self._compute([w])]
@@ -273,7 +301,7 @@ class TransformersEngine:
         """P: tell the stage which ranges will be final once the device is through (C3.7)."""
         assert self._storage is not None
         ends = {r.work.job: r.work.start + r.work.count for r in done}
-        for work, hidden, depth, _ in done:
+        for work, hidden, depth, _, _ in done:
             job = work.job
             if ends[job] == len(job.request.prompt):
                 assert hidden is not None and job.slot is not None  # noqa: PT018
@@ -297,35 +325,54 @@ class TransformersEngine:
             )
 
     def _sample(self, jobs: Sequence[Job]) -> list[StepOutput]:
-        """Turn each job's final payload into its next token."""
+        """Turn each job's final payload into its next token, and as many of its drafts as that confirms into more."""
         if not jobs:
             return []
         assert self._generator is not None
-        finals = [job.final for job in jobs if job.final is not None]
+        states = [(job, *_states(job)) for job in jobs]
         try:
+            # Sample n of a request is the same whether it comes alone or with others: a draft is kept if the ordinary
+            # sampler would have chosen it (A1).
             tokens = self._generator.draw(
-                [hidden for hidden, _ in finals],
-                [job.request for job in jobs],
-                [len(job.generated) for job in jobs],
+                [hidden for _, hiddens, _ in states for hidden in hiddens],
+                [job.request for job, hiddens, _ in states for _ in hiddens],
+                [len(job.generated) + place for job, hiddens, _ in states for place in range(len(hiddens))],
             )
         except Exception as error:
-            if len(jobs) == 1:
+            if len(jobs) > 1:
+                return [output for job in jobs for output in self._sample([job])]
+            if jobs[0].ahead is None:
                 return [self._fail(jobs[0], error)]
-            return [output for job in jobs for output in self._sample([job])]
-        return [self._extend(job, token, depth) for job, token, (_, depth) in zip(jobs, tokens, finals, strict=True)]
+            jobs[0].ahead = None
+            return self._sample(jobs)
+        chosen = iter(tokens)
+        return [self._extend(job, [next(chosen) for _ in depths], depths) for job, _, depths in states]
 
-    def _extend(self, job: Job, token: int, depth: int) -> StepOutput:
+    def _extend(self, job: Job, chosen: Sequence[int], depths: Sequence[int]) -> StepOutput:
+        """Go on with ``chosen``: what is sampled next, then what would be sampled behind each draft in turn."""
         assert self._generator is not None
-        job.final = None
-        job.generated.append(token)
+        draft = () if job.ahead is None else job.ahead.tokens
+        job.final = job.ahead = None
+        reason, taken, accepted = None, 0, 0
         try:
-            self._cache.append(job.held, [token])
-            reason = self._generator.reason(job.request, job.generated)
+            for token, guess in zip(chosen, (*draft, None), strict=True):
+                job.generated.append(token)
+                self._cache.append(job.held, [token])
+                taken += 1
+                accepted += token == guess
+                reason = self._generator.reason(job.request, job.generated)
+                if reason is not None or token != guess:
+                    break
+            # Of what was computed ahead all but the last token taken is in place; the rest is void.
+            self._cache.advance(job.held, job.length - 1)
+            self._cache.trim(job.held, job.length - 1)
         except Exception as error:
             return self._fail(job, error)
+        self._drafted += len(draft)
+        self._accepted += accepted
         if reason is not None:
             self._end(job)
-        return StepOutput(job.transfer, (token,), (depth,), reason)
+        return StepOutput(job.transfer, tuple(chosen[:taken]), tuple(depths[:taken]), reason)
 
     def _fail(self, job: Job, error: Exception) -> StepOutput:
         self._end(job)
@@ -356,6 +403,8 @@ class TransformersEngine:
             "requests_waiting": self._scheduler.waiting,
             "requests_running": self._scheduler.running,
             "preemptions_total": self._scheduler.preemptions,
+            "draft_tokens_total": self._drafted,
+            "draft_tokens_accepted_total": self._accepted,
         }
 
     def check(self) -> None:
@@ -443,6 +492,11 @@ class TransformersEngine:
             job.slot, job.lease = slot, self._cache.lease(job.sequence)
         return True
 
+    def _draft(self, job: Job, most: int) -> Sequence[int]:
+        if job.lookup is None:
+            job.lookup = PromptLookup(self._options.ngram)
+        return job.lookup.draft(job.held.tokens, most)
+
     def _may(self, job: Job, tokens: int) -> bool:
         return self.role is not Role.PREFILL or self._stage.can_schedule(job.transfer, tokens)
 
@@ -468,7 +522,19 @@ class TransformersEngine:
 
 
 def _results(work: Sequence[Work], forward: Forward) -> list[_Result]:
-    return [
-        _Result(w, forward.hidden[row], depths[-1], None)
-        for row, (w, depths) in enumerate(zip(work, forward.exit_depths, strict=True))
-    ]
+    results = []
+    for w, hidden, depths, every in zip(work, forward.hidden, forward.exit_depths, forward.every, strict=True):
+        ahead = None
+        if every is not None:
+            hidden, ahead = every[w.count - 1], _Ahead(w.draft, every[w.count :], depths[w.count :])
+        results.append(_Result(w, hidden, depths[w.count - 1], None, ahead))
+    return results
+
+
+def _states(job: Job) -> tuple[list[torch.Tensor], list[int]]:
+    """Hidden states and exit depths of the latest token and of the drafts behind it."""
+    assert job.final is not None
+    hidden, depth = job.final
+    if job.ahead is None:
+        return [hidden], [depth]
+    return [hidden, *job.ahead.hidden], [depth, *job.ahead.depths]

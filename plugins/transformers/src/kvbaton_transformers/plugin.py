@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbaton.engine import ENGINE_API_VERSION
 from kvbaton.errors import ConfigurationError
@@ -57,7 +57,21 @@ class TransformersOptions(BaseModel):
         default="grouped",
         description="isolated: each request's bits are independent of what else runs, at the cost of speed",
     )
+    speculation: Literal["off", "prompt-lookup"] = Field(
+        default="off", description="prompt-lookup: check several guessed tokens at once; the output stays the same"
+    )
+    draft_tokens: int = Field(default=4, ge=1, description="speculation: guesses per request and step, at most")
+    ngram: int = Field(default=2, ge=1, description="speculation: tokens that must have occurred before, for a guess")
     loops: Loops | None = Field(default=None, description="run the decoder as a looped model")
+
+    @model_validator(mode="after")
+    def _agree(self) -> TransformersOptions:
+        if self.loops is not None and self.loops.layout == "shared" and self.speculation != "off":
+            raise ValueError(
+                "speculation does not work with loops.layout shared, where a result depends on how tokens are cut into"
+                " chunks, so that checking several at once would change them; use last_exited, or speculation off"
+            )
+        return self
 
 
 class TransformersPlugin:

@@ -28,12 +28,14 @@ class Row:
 
     ``tokens``: new token ids, at least one, at positions ``start``, ``start + 1``, ...; the KV of ``[0, start)`` is
     valid in the cache already.  ``tables[plane]``: block ids that cover ``start + len(tokens)`` tokens; the blocks
-    that get the new tokens belong to this row alone.
+    that get the new tokens belong to this row alone.  ``every``: the hidden state of every new token is wanted, for
+    the tokens are guesses and each has to be checked.
     """
 
     tokens: Sequence[int]
     start: int
     tables: Sequence[Sequence[int]]
+    every: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,19 +44,21 @@ class Forward:
 
     ``hidden``: ``[rows, hidden]``, for each row that of its last token after the final norm and before the output
     head: the final payload.  ``exit_depths[row][i]``: how many passes over the decoder stack its i-th new token took
-    (1 in an ordinary model).
+    (1 in an ordinary model).  ``every[row]``: ``[new, hidden]``, the same of all its new tokens, where that was asked
+    for.
     """
 
     hidden: torch.Tensor
     exit_depths: tuple[tuple[int, ...], ...]
+    every: tuple[torch.Tensor | None, ...]
 
 
 class Batching(enum.Enum):
     """Which rows share a pass through the model.
 
-    ``GROUPED``: all single-token rows together, each longer row alone.  ``ISOLATED``: every row alone, so that its
-    bits do not depend on what else is in the batch: for exact agreement (A1) under concurrency, where GROUPED may
-    differ in roundings (A3).
+    ``GROUPED``: all single-token rows together, likewise those with equally many guesses to check, each other row
+    alone.  ``ISOLATED``: every row alone, so that its bits do not depend on what else is in the batch: for exact
+    agreement (A1) under concurrency, where GROUPED may differ in roundings (A3).
     """
 
     GROUPED = "grouped"
@@ -110,12 +114,14 @@ class Runner:
         groups = self._groups(rows)
         indices = [self._index([rows[i] for i in group]) for group in groups]
         hidden: list[torch.Tensor | None] = [None] * len(rows)
+        every: list[torch.Tensor | None] = [None] * len(rows)
         depths: list[tuple[int, ...]] = [()] * len(rows)
         for group, planes in zip(groups, indices, strict=True):
-            last, group_depths = self._run([rows[i] for i in group], planes)
+            states, group_depths = self._run([rows[i] for i in group], planes)
             for position, i in enumerate(group):
-                hidden[i], depths[i] = last[position], group_depths[position]
-        return Forward(torch.stack([h for h in hidden if h is not None]), tuple(depths))
+                hidden[i], depths[i] = states[position, -1], group_depths[position]
+                every[i] = states[position] if rows[i].every else None
+        return Forward(torch.stack([h for h in hidden if h is not None]), tuple(depths), tuple(every))
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,8 +138,12 @@ class Runner:
             raise ValueError("a forward needs at least one row, and every row at least one token")
         if self.batching is Batching.ISOLATED:
             return [[i] for i in range(len(rows))]
-        single = [i for i, row in enumerate(rows) if len(row.tokens) == 1]
-        return [*([single] if single else []), *([i] for i, row in enumerate(rows) if len(row.tokens) > 1)]
+        alike: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.every or len(row.tokens) == 1:
+                alike.setdefault(len(row.tokens), []).append(i)
+        chunks = [[i] for i, row in enumerate(rows) if not row.every and len(row.tokens) > 1]
+        return [*(alike[new] for new in sorted(alike)), *chunks]
 
     def _index(self, rows: Sequence[Row]) -> list[RowIndex]:
         spec = self.storage.spec
@@ -147,7 +157,7 @@ class Runner:
         token_ids = torch.tensor([list(row.tokens) for row in rows], device=self.storage.device)
         if isinstance(self.model, LoopedModel):
             hidden, depths = self.model.run(token_ids, self.storage, planes)
-            return hidden[:, -1], [tuple(row) for row in depths.tolist()]
+            return hidden, [tuple(row) for row in depths.tolist()]
         index = planes[0]
         hidden = self._base(
             input_ids=token_ids,
@@ -156,7 +166,7 @@ class Runner:
             cache=PagedCache(self.storage, 0, index),
             use_cache=True,
         ).last_hidden_state
-        return hidden[:, -1], [(1,) * index.new] * index.rows
+        return hidden, [(1,) * index.new] * index.rows
 
 
 class _Received(nn.Module):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import bisect
 import enum
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvbaton.cache import KVCache, KVSequence, Lease, SequenceState
 from kvbaton.engine import Request
 from kvbaton.identity import TransferId
+from kvbaton_transformers.drafting import PromptLookup
 
 
 class Phase(enum.Enum):
@@ -40,6 +41,7 @@ class Job:
     """One transfer in the engine: the request, what it holds, how far it is.
 
     ``final``: a final payload that has not been turned into a token yet, and its exit depth; opaque here.
+    ``ahead``: drafts that were computed along with it, and what they left; opaque here as well.
     """
 
     transfer: TransferId
@@ -50,6 +52,8 @@ class Job:
     lease: Lease | None = None
     slot: int | None = None
     final: tuple[Any, int] | None = None
+    ahead: Any = None
+    lookup: PromptLookup | None = None
     generated: list[int] = field(default_factory=list)
     activated: bool = False
     #: P: how many prompt tokens were reported, and how many of them were found in the prefix cache.
@@ -74,21 +78,27 @@ class Limits:
     shapes in which it was generated, token by token.
 
     ``max_batch_tokens`` is kept except that every step takes its decodes and may take one chunk: nothing starves.
+    ``draft_tokens``: how many drafts a request may have computed ahead in one step; they use only what a step has left.
     """
 
     prefill_chunk: int | None
     max_batch_tokens: int
     max_running: int
     replay_singly: bool = False
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute tokens ``[start, start + count)`` of a job."""
+    """Compute tokens ``[start, start + count)`` of a job, and behind them ``draft``: guesses at what comes next.
+
+    There are blocks for the drafts, and none that the request's budget does not cover (C8.4).
+    """
 
     job: Job
     start: int
     count: int
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +114,19 @@ class Scheduler:
     """Decides steps over ``cache``.
 
     ``place(job)`` opens a new job's sequence, False where there is no memory now; ``may(job, tokens)`` is advisory
-    back-pressure.  Threading: the engine's.
+    back-pressure; ``draft(job, most)`` guesses tokens.  Threading: the engine's.
     """
 
     def __init__(
-        self, cache: KVCache, limits: Limits, place: Callable[[Job], bool], may: Callable[[Job, int], bool]
+        self,
+        cache: KVCache,
+        limits: Limits,
+        place: Callable[[Job], bool],
+        may: Callable[[Job, int], bool],
+        draft: Callable[[Job, int], Sequence[int]] | None = None,
     ) -> None:
         self.cache, self.limits = cache, limits
-        self._place, self._may = place, may
+        self._place, self._may, self._draft = place, may, draft
         self._arrivals = itertools.count(1)
         self._waiting: list[Job] = []
         self._running: list[Job] = []
@@ -190,7 +205,23 @@ class Scheduler:
             if work.count <= left or not taken:
                 taken.append(work)
                 left -= work.count
-        return Plan([*decodes, *taken], samples, activated)
+        return Plan([*self._ahead(decodes, left), *taken], samples, activated)
+
+    def _ahead(self, decodes: Sequence[Work], left: int) -> Iterator[Work]:
+        """Add drafts to those ``decodes`` that end with a request's latest token; ``left`` tokens at most."""
+        for work in decodes:
+            job = work.job
+            # The forward yields one token more than it has drafts, and the last permitted token is never computed: so
+            # a draft is always within the budget.
+            most = min(left, self.limits.draft_tokens, job.request.sampling.max_tokens - len(job.generated) - 1)
+            if self._draft is not None and most > 0 and job.final is None and work.start + 1 == job.length:
+                draft = tuple(self._draft(job, most))
+                # Nobody is preempted for a guess.
+                if not self.cache.ensure(job.held, job.length + len(draft)):
+                    draft = draft[: len(job.held.blocks) * self.cache.block_tokens - job.length]
+                left -= len(draft)
+                work = replace(work, draft=draft)
+            yield work
 
     def _next(self, job: Job) -> int:
         """How many tokens of ``job`` go into its next forward; 0: all are there, its final payload waits."""
