@@ -111,7 +111,7 @@ def test_stages_that_are_killed_at_random_cost_no_request_but_those_that_were_de
             while not over.wait(1.0):
                 name = draw.choice(runtime.stages)
                 state = runtime.stage(name)
-                if state.exit_status is None:
+                if state.status is None:
                     os.kill(state.pid, signal.SIGKILL)
 
         killer = threading.Thread(target=kill)

@@ -786,7 +786,7 @@ def test_a_drained_stage_that_dies_stays_away():
 
 
 @pytest.mark.clause("C6.2")
-@pytest.mark.parametrize("how", ["dies", "is lost", "waits"])
+@pytest.mark.parametrize("how", ["dies", "is lost", "was lost", "waits"])
 def test_once_everything_stops_nothing_begins_again(how):
     desk = Desk((P0, D0))
     desk.submit("a")
@@ -794,6 +794,8 @@ def test_once_everything_stops_nothing_begins_again(how):
     if how == "waits":
         desk.kill(P0)
         assert desk.phase("a") is WAITING
+    if how == "was lost":
+        desk.lose(P0)
     desk.did(desk.c.fatal("enough", desk.now))
     assert "enough" in desk.end("a").cause
     with pytest.raises(RuntimeClosed):
