@@ -819,7 +819,10 @@ class World:
             seat.connector.kill()
         seat.joined = True
         self._say(f"the launcher joins {name}")
+        known = any(view.peer == seat.peer for view in self.coordinator.peers())
         self._carry_out(self.coordinator.peer_joined(seat.peer, self.now))
+        if not known:  # it ended before it said Hello
+            self._carry_out(self.coordinator.start_failed(name, self.now))
         self._check_lost(seat.peer)
         return True
 

@@ -142,7 +142,7 @@ class Runtime(HandoffTopic):
                     "engine.options": engine.model_dump(mode="json"), "stages.prefill": prefill,
                     "stages.decode": decode, "stages.launch": "inproc" if mode == "in-process" else "process",
                     "stages.devices": None if subject.memory == "host" else [0] * (prefill + decode),
-                    "transfer.chunk_bytes": max(400, 4 * grain), **DEADLINES,
+                    "transfer.chunk_bytes": max(400, 4 * grain), "recovery.mode": "off", **DEADLINES,
                     **transport_settings(subject, reach, seed=seed, report=report, repeat=repeat),
                 }
             )  # fmt: skip
