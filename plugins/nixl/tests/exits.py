@@ -137,10 +137,15 @@ def main():
         cases = CASES if asked.memory == "host" else DEVICE_CASES
         able = itertools.cycle(case for case in cases if possible(case, closes))
         ways += [(case, closes) for case in itertools.islice(able, asked.count)]
+    wrong = 0
     with ThreadPoolExecutor(asked.jobs) as pool:
-        wrong = [problem for problem in pool.map(lambda way: end_of(*way, asked.memory), ways) if problem]
-    print("\n".join(wrong))
-    print(f"{2 * asked.count} exits, {len(wrong)} wrong, {time.monotonic() - started:.0f} s")
+        for number, problem in enumerate(pool.map(lambda way: end_of(*way, asked.memory), ways), 1):
+            if problem:
+                wrong += 1
+                print(problem, flush=True)
+            if number % 20 == 0:
+                print(f"{number} exits, {wrong} wrong so far", flush=True)
+    print(f"{2 * asked.count} exits, {wrong} wrong, {time.monotonic() - started:.0f} s")
     sys.exit(bool(wrong))
 
 
