@@ -27,6 +27,8 @@ from kvbaton.plugins import choose_connector
 from kvbaton.settings import TransportSettings
 
 SCRIPTED = 'model = "scripted:7"\nengine = { name = "kvbaton_conformance.scripted_plugin:plugin" }'
+#: What is lost ends its requests.
+FAIL_CLOSED = f'{SCRIPTED}\nrecovery = {{ mode = "off" }}'
 REAL = 'model = "smollm2"'
 
 #: A coordinator that is never without a request, until one fails.
@@ -43,6 +45,25 @@ with PDRuntime.start(settings) as runtime:
             if output.error is not None:
                 print(f"failed: {output.error}", file=sys.stderr, flush=True)
                 sys.exit(3)
+"""
+
+
+#: The same; it goes on when one fails.
+PATIENT = """
+import logging, sys
+from kvbaton import PDRuntime, Request, SamplingParams, load
+
+logging.basicConfig(level=logging.ERROR, format="%(message)s")
+settings, _ = load(sys.argv[1], overrides=dict(zip(sys.argv[2::2], sys.argv[3::2])))
+with PDRuntime.start(settings) as runtime:
+    served = 0
+    while True:
+        for output in runtime.stream(runtime.add_request(Request(tuple(range(40)), SamplingParams(max_tokens=4)))):
+            if output.error is not None:
+                print(f"failed: {output.error}", file=sys.stderr, flush=True)
+            elif output.finished:
+                served += 1
+                print(f"served {served}", file=sys.stderr, flush=True)
 """
 
 
@@ -262,7 +283,7 @@ def test_stages_may_be_there_before_their_coordinator(deploy: Any) -> None:
 @needs_nixl
 @pytest.mark.clause("C6.6")
 def test_a_stage_that_is_told_to_end_drains_and_is_gone_in_order(deploy: Any) -> None:
-    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, SCRIPTED)
+    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, FAIL_CLOSED)
     deployed.start_stages()
     deployed.busy()
     deployed.kill("prefill-0", signal.SIGTERM)
@@ -278,7 +299,7 @@ def test_a_stage_that_is_told_to_end_drains_and_is_gone_in_order(deploy: Any) ->
 @needs_nixl
 @pytest.mark.clause("C6.4", "C6.7", "C6.3")
 def test_a_stage_that_dies_on_its_host_is_lost_and_not_fenced(deploy: Any) -> None:
-    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, SCRIPTED)
+    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, FAIL_CLOSED)
     deployed.start_stages()
     deployed.busy()
     deployed.kill("prefill-0", signal.SIGKILL)
@@ -296,7 +317,7 @@ def test_a_cable_that_is_cut_ends_both_sides_within_their_deadlines(
 ) -> None:
     """Nobody is there to say that the connection is gone: only heartbeats tell."""
     first, second = cable
-    deployed = deploy(first, {"prefill-0": first, "decode-0": second}, SCRIPTED)
+    deployed = deploy(first, {"prefill-0": first, "decode-0": second}, FAIL_CLOSED)
     deployed.start_stages()
     deployed.busy()
     ip("-n", second.prefix[-1], "link", "set", "kvb0", "down")
@@ -305,6 +326,39 @@ def test_a_cable_that_is_cut_ends_both_sides_within_their_deadlines(
     assert "C6.4: stage decode-0 is lost: its connection ended, or it answered no heartbeat for 1.5 s" in said
     assert deployed.status("decode-0", 30) in (0, 1), deployed.told()
     assert "the connection to the coordinator ended" in deployed.said("decode-0")
+
+
+@needs_nixl
+@pytest.mark.clause("C1.4", "C6.2", "C6.4")
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_stage_that_is_started_again_on_its_host_serves(deploy: Any, victim: str) -> None:
+    """Requests wait for it meanwhile; only those of which tokens were delivered fail."""
+    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, SCRIPTED)
+    deployed.start_stages()
+    deployed.start("coordinator", str(deployed.config), program=PATIENT)
+    deployed.until_said("coordinator", "served 3")
+    deployed.kill(victim, signal.SIGKILL)
+    assert deployed.status(victim, 20) == -signal.SIGKILL
+    deployed.until_said("coordinator", f"stage {victim} is lost")
+    before = deployed.said("coordinator").count("served ")
+    deployed.start(victim, "stage", "--config", str(deployed.config), "--name", victim)
+    deployed.until_said("coordinator", f"served {before + 30}")
+    failed = [line for line in deployed.said("coordinator").splitlines() if line.startswith("failed: ")]
+    assert len(failed) <= 1
+    assert all("tokens were delivered" in line for line in failed)
+
+
+@needs_nixl
+@pytest.mark.clause("C6.3", "C6.7")
+def test_a_stage_that_nobody_starts_again_is_waited_for_within_its_deadline(deploy: Any) -> None:
+    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, SCRIPTED)
+    deployed.start_stages()
+    deployed.start("coordinator", str(deployed.config), "deadline.startup", "8", program=PATIENT)
+    deployed.until_said("coordinator", "served 3")
+    deployed.kill("prefill-0", signal.SIGKILL)
+    deployed.until_said("coordinator", "no prefill stage is up and takes requests", 60)
+    said = deployed.said("coordinator")
+    assert "deadline.startup of 8 s passed, and prefill-0 was not started again on its host" in said
 
 
 @pytest.mark.clause("C9.3")

@@ -628,8 +628,14 @@ class Service:
         self._give_up_silent(now, now)
         self._take_pulses(now)
         for peer in [peer for peer, by in self._starting.items() if by <= now]:
-            self._starting[peer] = math.inf  # its end says the rest
-            self._kill(peer, f"C6.7: deadline.startup of {self._settings.deadline.startup:g} s passed")
+            text = f"C6.7: deadline.startup of {self._settings.deadline.startup:g} s passed"
+            if self._settings.stages.launch == "remote":  # an operator starts it, in his own time; nobody waits longer
+                del self._starting[peer]
+                text = f"{text}, and {peer.name} was not started again on its host"
+                self._carry_out(self._machine.start_failed(peer.name, now, final=text), now)
+            else:
+                self._starting[peer] = math.inf  # its end says the rest
+                self._kill(peer, text)
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
             self._carry_out(self._machine.expire(now), now)
@@ -798,8 +804,7 @@ class Service:
             return
         self._counts["restarts"] += 1
         self._handles[handle.peer] = handle
-        remote = self._settings.stages.launch == "remote"  # an operator starts it, in his own time
-        self._starting[handle.peer] = math.inf if remote else now + self._settings.deadline.startup
+        self._starting[handle.peer] = now + self._settings.deadline.startup
 
     def _forget_handle(self, handle: StageHandle) -> None:
         """Of earlier lives the last one is kept, which says how the stage ended (T12)."""

@@ -226,7 +226,8 @@ class DeadlineSettings(_Group):
     stage that was asked because a drain is overdue it is a sign that it hangs."""
     startup: Seconds = 300.0
     """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything
-    is stopped again and start-up fails."""
+    is stopped again and start-up fails. Also until a stage that is started again reports: it is then killed, and its
+    start counts as failed; or on another host it is waited for no longer."""
     shutdown: Seconds = _PHASES.shutdown
     """From Stop to a stage's exit. Owner: the runtime. Then: the stage is killed and joined."""
 

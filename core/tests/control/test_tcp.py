@@ -309,6 +309,24 @@ def test_a_stage_that_goes_without_a_word_is_lost(coordinator, folder):
     assert events == [ChannelLost(PREFILL, reason)]
 
 
+@pytest.mark.clause("C1.4", "C6.4")
+def test_a_stage_that_was_lost_joins_again_as_its_next_life_once_that_is_expected(coordinator, folder):
+    enter(coordinator, folder, "prefill-0").close()
+    ends(coordinator)
+    with pytest.raises(ConfigurationError, match="prefill-0 has joined already and is over"):
+        beside(coordinator, join, coordinator.address, "prefill-0", client(folder, "prefill-0"), within=10)
+    again = PeerId("prefill-0", PREFILL.epoch + 1)
+    coordinator.add(again)
+    stage = enter(coordinator, folder, "prefill-0")
+    try:
+        stage.send(Stop())
+        assert gather(coordinator, 1) == [Received(again, Stop())]
+        coordinator.send(again, Cancel("0" * 32))
+        assert gather(stage, 1) == [Cancel("0" * 32)]
+    finally:
+        stage.close()
+
+
 @pytest.mark.clause("C6.6")
 def test_a_stage_that_is_expelled_has_no_coordinator_any_more(coordinator, folder):
     stage = enter(coordinator, folder, "prefill-0")

@@ -430,6 +430,21 @@ def test_starts_that_fail_are_counted_and_end_in_a_fault(times):
     assert desk.at("a")[1] == P1, "the others serve on"
 
 
+@pytest.mark.clause("C6.3", "C6.7")
+def test_a_stage_that_is_waited_for_no_longer_is_welcome_nevertheless():
+    desk = Desk((P0, D0))
+    desk.did(desk.c.peer_unjoinable(P0, desk.now))
+    desk.submit("a")
+    effects = desk.did(desk.c.start_failed("prefill-0", desk.now, final="nobody started it"))
+    assert not restarts(effects)
+    assert [fault.cause for fault in orders(effects, fx.Fault)] == ["nobody started it"]
+    assert desk.end("a").cause == "no prefill stage is up and takes requests"
+    desk.come(again(P0))
+    desk.submit("b")
+    desk.life("b")
+    assert desk.end("b").ending is fx.Ending.FINISHED
+
+
 @pytest.mark.clause("C6.4", "C6.7")
 def test_a_late_word_of_the_lost_life_does_not_count_as_service_of_the_next():
     """The messages of a dead process may still be read after its end was seen."""

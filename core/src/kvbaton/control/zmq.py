@@ -471,15 +471,16 @@ class ZmqCoordinatorChannels:
             )
         if user != name:
             return JoinReply(refusal=f"this key belongs to {user}, so that it cannot join as {name}")
-        entry = next((entry for entry in self._peers.values() if entry.peer.name == name), None)
+        # of a stage that is to come again, its next life
+        entry = next((entry for entry in reversed(self._peers.values()) if entry.peer.name == name), None)
         if entry is None:
             known = ", ".join(sorted(peer.name for peer in self._peers)) or "none any more"
             return JoinReply(refusal=f"no stage {name} is expected here; expected: {known}")
         if entry.connected:
             state = "is over" if entry.lost or entry.ending else "is connected"
             return JoinReply(
-                refusal=f"{name} has joined already and {state}. A coordinator takes each stage once; start the"
-                " coordinator anew to replace it"
+                refusal=f"{name} has joined already and {state}. A coordinator takes each stage again only once it has"
+                " noticed its end, and with recovery.mode off never; try again, or start the coordinator anew"
             )
         return JoinReply(ticket=self.ticket(entry.peer))
 

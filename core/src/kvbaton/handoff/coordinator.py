@@ -541,18 +541,21 @@ class Coordinator:
         self._stop_receivers(effects)
         return self._settle(effects)
 
-    def start_failed(self, name: str, now: float) -> Effects:
-        """A stage that was to be started again cannot be, or ended before it said Hello."""
+    def start_failed(self, name: str, now: float, *, final: str = "") -> Effects:
+        """A stage that was to be started again cannot be, or ended before it said Hello.
+
+        ``final``: why it is not to be tried once more; it is welcome when it comes nevertheless.
+        """
         self._tick(now)
         effects: Effects = []
         if name not in self._expected or self._stopping:
             return [Ignored(None, "start failed", f"{name} is not expected")]
         times = self._restarts.get(name, 0)
-        if times < self._recovery.restarts:
+        if not final and times < self._recovery.restarts:
             self._restart(name, effects)
         else:
             del self._expected[name]
-            text = f"C6.3: {name} was started again {times} times and did not serve: it is given up"
+            text = final or f"C6.3: {name} was started again {times} times and did not serve: it is given up"
             effects.append(Fault(None, text))
             self._refuse_unserved(effects)
         return effects
