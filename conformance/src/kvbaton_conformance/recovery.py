@@ -51,13 +51,14 @@ _OFTEN = 10_000
 class Plan:
     """What is to be played.
 
-    ``requests``: so many different ones, asked again in turn until there were ``kills`` kills as well.  ``every``:
-    seconds between two kills, on average.  ``together``: requests under way at a time.  ``patience``:
-    seconds without the end of any request that count as a hang.
+    ``requests``: so many, and more until there were ``kills`` kills as well.  ``distinct``: different ones among them,
+    which are asked in turn; 0: all.  ``every``: seconds between two kills, on average.  ``together``: requests under way
+    at a time.  ``patience``: seconds without the end of any request that count as a hang.
     """
 
     overrides: Mapping[str, Any]
     requests: int = 40
+    distinct: int = 0
     kills: int = 0
     every: float = 1.0
     together: int = 8
@@ -76,7 +77,7 @@ class Plan:
         draw = random.Random(self.seed)
         common = [draw.randrange(1, 40_000) for _ in range(self.prompt_tokens // 2)]
         made = []
-        for number in range(self.requests):
+        for number in range(self.distinct or self.requests):
             start = common if number % 4 == 0 else []
             length = draw.randrange(len(start) + 1, self.prompt_tokens + 1)
             prompt = (*start, *(draw.randrange(1, 40_000) for _ in range(length - len(start))))
@@ -238,8 +239,8 @@ def _serve(
     begun = 0
     under_way = dict[str, tuple[RequestRecord, float]]()
     last = shown = time.monotonic()
-    while under_way or begun < len(asked) or killer.kills < plan.kills:
-        while len(under_way) < plan.together and (begun < len(asked) or killer.kills < plan.kills):
+    while under_way or begun < plan.requests or killer.kills < plan.kills:
+        while len(under_way) < plan.together and (begun < plan.requests or killer.kills < plan.kills):
             request, expected = asked[begun % len(asked)]
             under_way[runtime.add_request(request, f"request-{begun}")] = expected, time.monotonic()
             begun += 1
@@ -353,7 +354,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="a real model, which the transformers engine runs; else a scripted one")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
     parser.add_argument("--requests", type=int, default=plan.requests)
-    parser.add_argument("--kills", type=int, default=plan.kills, help="so many at least: requests are asked again")
+    parser.add_argument("--distinct", type=int, default=plan.distinct, help="different ones among them; 0: all")
+    parser.add_argument("--kills", type=int, default=plan.kills, help="so many at least, with more requests if need be")
     parser.add_argument("--every", type=float, default=plan.every, help="seconds between two kills, on average")
     parser.add_argument("--together", type=int, default=plan.together, help="requests under way at a time")
     parser.add_argument("--prompt-tokens", type=int, default=plan.prompt_tokens, help="of one prompt, at most")
@@ -366,7 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine = SCRIPTED if given.model is None else {**TRANSFORMERS, "model": given.model}
     plan = Plan(
         {**engine, "transport.name": given.transport, **dict(assignments("--set", given.set))}, given.requests,
-        given.kills, given.every, given.together, given.prompt_tokens, given.max_tokens, given.seed, given.patience,
+        given.distinct, given.kills, given.every, given.together, given.prompt_tokens, given.max_tokens, given.seed,
+        given.patience,
     )  # fmt: skip
     began = time.monotonic()
 
