@@ -61,7 +61,7 @@ class Flight:
     chunk: Chunk
     source: Connector
     state: State = State.QUEUED
-    #: The source's bytes, once they have been copied (a buffering transport) .
+    #: The source's bytes, once they have been copied (a buffering transport).
     copy: list[npt.NDArray[np.uint8]] | None = None
     #: The source has been told how it ended.
     told: bool = False
@@ -174,9 +174,6 @@ class Wire:
         else:
             flight.source.tell(flight, Outcome.FAILED, source=False, target=False)
         return True
-
-    def echo(self, peer: PeerId, receipt: Receipt) -> None:
-        self.connectors[peer].receipts.append(receipt)
 
     def link_up(self, one: PeerId, other: PeerId) -> bool:
         """``one`` learns that it is connected to ``other``."""

@@ -8,7 +8,6 @@ it, or says that it cannot be made now.  Moves name stages by their names, reque
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -1088,9 +1087,3 @@ class World:
             return f"Fatal: {message.cause}"
         peer = getattr(message, "peer", None)
         return f"{name}({peer.name})" if isinstance(peer, PeerId) else name
-
-
-def soonest(world: World) -> float:
-    """When a deadline of the coordinator comes; infinity: none does."""
-    deadline = world.coordinator.next_deadline()
-    return math.inf if deadline is None else deadline
