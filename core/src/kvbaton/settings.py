@@ -220,7 +220,7 @@ class DeadlineSettings(_Group):
     counts as lost, is killed and joined; where a decode stage hangs that the prefill stage waits for, the former."""
     step: Seconds = 120.0
     """One step of an engine, and a stage's silence. Owner: the coordinator, which asks each stage several times within
-    it how it fares. Then: the stage counts as lost, is killed and joined, and its requests fail."""
+    it how it fares. Then: the stage counts as lost, is killed and joined; of its requests, see `recovery`."""
     control: Seconds = _PHASES.control
     """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing; of a
     stage that was asked because a drain is overdue it is a sign that it hangs."""
