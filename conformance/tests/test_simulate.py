@@ -139,7 +139,7 @@ def test_the_command_says_what_it_did() -> None:
     assert "seed 4" in last
     assert "hand-offs/s, 1 processes" in last
     told = subprocess.run(
-        [*command, "--run", "12", "--jobs", "1"], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--run", "11", "--jobs", "1"], capture_output=True, text=True, timeout=120, check=False
     )
     assert told.returncode == 0
     assert "C places r" in told.stdout
