@@ -55,6 +55,13 @@ class TestLlamaOnDevice(EngineConformance):
     break_request = staticmethod(break_request)
 
 
+class TestQuantised(EngineConformance):
+    engine = "transformers"
+    model = "tiny-llama"
+    engine_options = {**SMALL, "kv_dtype": "fp8"}
+    break_request = staticmethod(break_request)
+
+
 class TestSpeculation(EngineConformance):
     engine = "transformers"
     model = "tiny-llama"

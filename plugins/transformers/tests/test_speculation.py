@@ -69,13 +69,14 @@ def engine(model: str = "llama", role: Role = Role.COLOCATED, *, speculates: boo
 
 
 def watched(made: Any) -> list[Any]:
-    """The rows of every forward from now on that succeeds."""
+    """The rows of every forward from now on; None for one that fails, which the engine would make up for."""
     steps: list[Any] = []
     forward = made._runner.forward
 
     def forwarding(rows: Any) -> Any:
+        steps.append(None)
         result = forward(rows)
-        steps.append(rows)
+        steps[-1] = rows
         return result
 
     made._runner.forward = forwarding
@@ -209,6 +210,7 @@ def test_the_output_is_equal_whatever_is_asked(
     made = engine(draft_tokens=drafts, ngram=ngram, **sizes)
     steps = watched(made)
     assert [shown(o) for o in run(made, requests)] == expected
+    assert None not in steps
     for rows in steps:
         guesses = [len(row.tokens) - 1 for row in rows if row.every]
         assert not guesses or sum(len(row.tokens) for row in rows) <= batch
@@ -324,6 +326,7 @@ def test_drafts_take_no_memory_from_others_and_give_theirs_back() -> None:
                 made._cache.free(other)
                 other = None
     assert shorter
+    assert None not in steps
     assert made.statistics()["preemptions_total"] == 0
     balanced(made)
 

@@ -34,6 +34,7 @@ from kvbaton_transformers.generation import Generator
 from kvbaton_transformers.looped import LoopedModel
 from kvbaton_transformers.paged import KVSpec, PagedKV, tensor_over
 from kvbaton_transformers.plugin import TransformersOptions
+from kvbaton_transformers.quantised import Scales
 from kvbaton_transformers.runner import Batching, Forward, Row, Runner
 from kvbaton_transformers.scheduler import Job, Limits, Phase, Scheduler, Work
 
@@ -83,7 +84,13 @@ class TransformersEngine:
             blocks=options.blocks,
             block_tokens=options.block_tokens,
             final_slots=options.transfer_slots,
+            scales=Scales(options.kv_scales) if options.kv_dtype == "fp8" else None,
         )
+        if spec.scales is not None and isinstance(model, LoopedModel):
+            raise ConfigurationError(
+                "a looped model's cache cannot be kept in float8: a token that exits is copied to blocks with other"
+                ' scales. Set kv_dtype to "model".'
+            )
         self._spec = spec
         self.geometry = spec.geometry(checkpoint.identity)
         longest = getattr(config, "max_position_embeddings", None) or spec.blocks * spec.block_tokens

@@ -4,6 +4,9 @@ Storage of one plane is one tensor for K and one for V, ``[block, layer, token, 
 one contiguous run over all layers, which is what makes it cheap to transfer.  Which block belongs to whom is not
 decided here: every forward is told its block tables.
 
+A quantised cache has a third and a fourth tensor in each plane, ``[block, layer, scale]``: the scales of the block's K
+and V (see :mod:`~kvbaton_transformers.quantised`).  They are valid with the block's tokens and travel with them.
+
 Nothing outside the valid range of a row is ever read into a result: stale, quarantined or never written memory may
 hold any bits, NaN included.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from transformers import Cache
 
 from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.geometry import Component, KVGeometry, Plane
+from kvbaton_transformers import quantised
+from kvbaton_transformers.quantised import Scales
 
 #: Final payload of a slot: the hidden state, then this many bytes whose first element is the exit depth.  Sixteen keep
 #: rows aligned for every transport.
@@ -47,9 +52,10 @@ class KVShape:
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """How large a cache is: ``planes`` planes of ``blocks`` blocks of ``block_tokens`` tokens, and ``final_slots``
-    slots.
+    slots.  ``scales``: K and V are kept in float8, with such scales; None: as the model computes them.
 
-    Regions, one per tensor: K of plane p has id ``2 * p``, V of plane p ``2 * p + 1``, the final slots ``2 * planes``.
+    Regions, one per tensor: K of plane p has id ``2 * p``, V of plane p ``2 * p + 1``, the final slots ``2 * planes``,
+    the scales of K of plane p ``2 * planes + 1 + 2 * p``, those of V the next.
     """
 
     shape: KVShape
@@ -57,6 +63,17 @@ class KVSpec:
     blocks: int
     block_tokens: int
     final_slots: int
+    scales: Scales | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.shape.dtype if self.scales is None else quantised.DTYPE
+
+    @property
+    def scale_shape(self) -> tuple[int, int, int]:
+        """Of a quantised cache."""
+        assert self.scales is not None
+        return self.blocks, self.shape.layers, self.scales.count(self.shape.kv_heads)
 
     @property
     def key_shape(self) -> tuple[int, int, int, int, int]:
@@ -76,28 +93,39 @@ class KVSpec:
     def final_region(self) -> int:
         return 2 * self.planes
 
-    def tensor_shapes(self) -> dict[int, tuple[int, ...]]:
-        """Region id -> shape of its tensor, in elements of ``shape.dtype``."""
-        shapes: dict[int, tuple[int, ...]] = {}
+    def scale_region(self, plane: int, value: bool) -> int:
+        """The region of the scales of K, or with ``value`` of V, of ``plane``."""
+        return self.final_region + 1 + 2 * plane + value
+
+    def tensors(self) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
+        """Region id -> shape and type of its tensor, in order of id."""
+        kinds: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
         for plane in range(self.planes):
-            shapes[2 * plane] = self.key_shape
-            shapes[2 * plane + 1] = self.value_shape
-        shapes[self.final_region] = self.final_shape
-        return shapes
+            kinds[2 * plane] = self.key_shape, self.kv_dtype
+            kinds[2 * plane + 1] = self.value_shape, self.kv_dtype
+        kinds[self.final_region] = self.final_shape, self.shape.dtype
+        if self.scales is not None:
+            for plane in range(self.planes):
+                for value in (False, True):
+                    kinds[self.scale_region(plane, value)] = self.scale_shape, torch.float32
+        return kinds
 
     def region_bytes(self) -> dict[int, int]:
         """Region id -> bytes that its tensor takes."""
-        return {region: math.prod(shape) * self.shape.dtype.itemsize for region, shape in self.tensor_shapes().items()}
+        return {region: math.prod(shape) * dtype.itemsize for region, (shape, dtype) in self.tensors().items()}
 
     def geometry(self, identity: Mapping[str, str]) -> KVGeometry:
-        """The same, in the terms that two stages compare and transfers are planned in."""
-        shape, dtype = self.shape, str(self.shape.dtype).removeprefix("torch.")
+        """The same, in the terms that two stages compare and transfers are planned in.
+
+        ``identity`` says what the model is; how its KV is kept is added here (C3.5).
+        """
+        shape, dtype = self.shape, str(self.kv_dtype).removeprefix("torch.")
         planes = []
         for plane in range(self.planes):
             components = []
             for layer in range(shape.layers):
                 for region, dim in ((2 * plane, shape.key_dim), (2 * plane + 1, shape.value_dim)):
-                    token_bytes = shape.kv_heads * dim * shape.dtype.itemsize
+                    token_bytes = shape.kv_heads * dim * self.kv_dtype.itemsize
                     layer_bytes = self.block_tokens * token_bytes
                     components.append(
                         Component(
@@ -108,10 +136,15 @@ class KVSpec:
                             dtype=dtype,
                         )
                     )
+            components.extend(self._scale_components(plane))
             planes.append(Plane(name=f"depth{plane}", components=tuple(components), blocks=self.blocks))
         final_bytes = self.final_shape[1] * shape.dtype.itemsize
         return KVGeometry(
-            identity=dict(identity),
+            identity={
+                **identity,
+                "kv_dtype": dtype,
+                "kv_scales": "none" if self.scales is None else self.scales.value,
+            },
             block_tokens=self.block_tokens,
             planes=tuple(planes),
             final_bytes=final_bytes,
@@ -120,6 +153,22 @@ class KVSpec:
             final_stride=final_bytes,
             final_slots=self.final_slots,
         )
+
+    def _scale_components(self, plane: int) -> Iterator[Component]:
+        if self.scales is None:
+            return
+        _, layers, count = self.scale_shape
+        nbytes = count * torch.float32.itemsize
+        for layer in range(layers):
+            for value in (False, True):
+                yield Component(
+                    region=self.scale_region(plane, value),
+                    base=layer * nbytes,
+                    block_stride=layers * nbytes,
+                    token_bytes=nbytes,
+                    dtype="float32",
+                    per_block=True,
+                )
 
 
 class RowIndex:
@@ -174,7 +223,8 @@ class PagedKV:
     """The tensors of one cache.
 
     ``keys[plane]``, ``values[plane]``: ``[block, layer, token, kv_head, head_dim]``; ``final``: ``[slot, hidden +
-    trailer]``; ``tensors``: all of them by region id.
+    trailer]``; ``key_scales[plane]``, ``value_scales[plane]``: ``[block, layer, scale]``, of a quantised cache only;
+    ``tensors``: all of them by region id.
 
     Ownership: the caller of every method says which blocks and slots, and owns them for as long as device work runs.
     Threading: the engine's thread.
@@ -191,14 +241,18 @@ class PagedKV:
         self.spec = spec
         self.device = torch.device(device)
         self.tensors = {
-            region: torch.zeros(shape, dtype=spec.shape.dtype, device=self.device)
+            region: torch.zeros(shape, dtype=dtype, device=self.device)
             if buffers is None
-            else buffers[region][: spec.region_bytes()[region]].view(spec.shape.dtype).view(shape)
-            for region, shape in spec.tensor_shapes().items()
+            else buffers[region][: spec.region_bytes()[region]].view(dtype).view(shape)
+            for region, (shape, dtype) in spec.tensors().items()
         }
         self.keys = [self.tensors[2 * plane] for plane in range(spec.planes)]
         self.values = [self.tensors[2 * plane + 1] for plane in range(spec.planes)]
         self.final = self.tensors[spec.final_region]
+        self.key_scales, self.value_scales = (
+            [self.tensors[spec.scale_region(plane, value)] for plane in range(spec.planes)] if spec.scales else []
+            for value in (False, True)
+        )
 
     def regions(self) -> list[MemoryRegion]:
         """The memory to register: one region per tensor, in order of id, each owned by its tensor."""
@@ -222,7 +276,11 @@ class PagedKV:
     def copy_tokens(
         self, source_plane: int, source: RowIndex, target_plane: int, target: RowIndex, which: torch.Tensor
     ) -> None:
-        """Copy K and V of all layers of the new tokens in ``which`` (``[rows, new]``, bool) from plane to plane."""
+        """Copy K and V of all layers of the new tokens in ``which`` (``[rows, new]``, bool) from plane to plane.
+
+        Not in a quantised cache, where a token means nothing without its block's scales.
+        """
+        assert self.spec.scales is None
         source_block, source_offset = source.block[which], source.offset[which]
         target_block, target_offset = target.block[which], target.offset[which]
         for storage in (self.keys, self.values):
@@ -234,6 +292,9 @@ class PagedKV:
         """Copy a whole block within a plane, all layers."""
         self.keys[plane][target] = self.keys[plane][source]
         self.values[plane][target] = self.values[plane][source]
+        if self.spec.scales is not None:
+            self.key_scales[plane][target] = self.key_scales[plane][source]
+            self.value_scales[plane][target] = self.value_scales[plane][source]
 
 
 class _Exposed:
@@ -264,31 +325,51 @@ class PagedCache(Cache):
 
     def __init__(self, storage: PagedKV, plane: int, index: RowIndex, writes: torch.Tensor | None = None) -> None:
         super().__init__(layers=[])
-        self._keys, self._values, self._index, self._writes = storage.keys[plane], storage.values[plane], index, writes
+        self._index, self._writes = index, writes
+        self._keys, self._values = (tensors[plane] for tensors in (storage.keys, storage.values))
         if writes is None:
             self._block, self._offset = index.block.flatten(), index.offset.flatten()
         else:
             self._block, self._offset = index.block[writes], index.offset[writes]
         self._flat_table = index.table.flatten()
+        self._key_scales: torch.Tensor | None = None
+        self._value_scales: torch.Tensor | None = None
+        if storage.spec.scales is not None:
+            self._key_scales, self._value_scales = storage.key_scales[plane], storage.value_scales[plane]
+            #: Which of the tokens to store begin a block.
+            self._first = (self._offset == 0).nonzero()[:, 0]
         self._layers = storage.spec.shape.layers
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return (
-            self._exchange(self._keys[:, layer_idx], key_states),
-            self._exchange(self._values[:, layer_idx], value_states),
+            self._exchange(self._keys, self._key_scales, layer_idx, key_states),
+            self._exchange(self._values, self._value_scales, layer_idx, value_states),
         )
 
-    def _exchange(self, storage: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Store ``states`` (``[row, head, new, dim]``) in ``storage`` (``[block, token, head, dim]``), read all back.
+    def _exchange(
+        self, storage: torch.Tensor, scales: torch.Tensor | None, layer: int, states: torch.Tensor
+    ) -> torch.Tensor:
+        """Store ``states`` (``[row, head, new, dim]``) in a layer of ``storage``, read all back.
 
         Returns ``[row, head, length, dim]``.
         """
-        index = self._index
+        index, storage = self._index, storage[:, layer]
         rows = states.transpose(1, 2)
-        storage[self._block, self._offset] = rows.flatten(0, 1) if self._writes is None else rows[self._writes]
-        blocks = storage.index_select(0, self._flat_table)
+        tokens = rows.flatten(0, 1) if self._writes is None else rows[self._writes]
+        if scales is None:
+            storage[self._block, self._offset] = tokens
+            blocks = storage.index_select(0, self._flat_table)
+        else:
+            # Bytes, as not every device gathers and scatters float8.
+            scales, storage = scales[:, layer], storage.view(torch.uint8)
+            scales[self._block[self._first]] = quantised.scales_of(tokens[self._first], scales.shape[-1])
+            stored = quantised.quantise(tokens, scales[self._block])
+            storage[self._block, self._offset] = stored.view(torch.uint8)
+            # What was stored is what is seen, here as after a hand-off.
+            gathered = storage.index_select(0, self._flat_table).view(quantised.DTYPE)
+            blocks = quantised.dequantise(gathered, scales.index_select(0, self._flat_table), states.dtype)
         history = blocks.view(index.rows, -1, *blocks.shape[2:])[:, : index.length]
         if index.stale is not None:
             history.masked_fill_(index.stale, 0)

@@ -46,6 +46,12 @@ class TransformersOptions(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: the stage's GPU if it has one, else CPU"
     )
+    kv_dtype: Literal["model", "fp8"] = Field(
+        default="model", description="what K and V are kept in: the model's dtype, or float8 (e4m3) with scales"
+    )
+    kv_scales: Literal["block", "head"] = Field(
+        default="block", description="fp8: one scale per block of tokens for K and V of a layer, or one for each head"
+    )
     block_tokens: int = Field(default=16, ge=1, description="tokens per KV block")
     blocks: int = Field(default=512, ge=1, description="KV blocks in each storage plane")
     prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens computed at once for one request")
@@ -71,6 +77,13 @@ class TransformersOptions(BaseModel):
                 "speculation does not work with loops.layout shared, where a result depends on how tokens are cut into"
                 " chunks, so that checking several at once would change them; use last_exited, or speculation off"
             )
+        if self.kv_dtype == "fp8" and self.loops is not None:
+            raise ValueError(
+                "kv_dtype fp8 does not work with loops: a token that exits is copied to blocks with other scales, or"
+                " its block's scales are overwritten; leave one of the two out"
+            )
+        if self.kv_dtype != "fp8" and "kv_scales" in self.model_fields_set:
+            raise ValueError("kv_scales is for kv_dtype fp8: set the one too, or leave the other out")
         return self
 
 
