@@ -93,8 +93,12 @@ class EngineAgreement(BenchTopic):
         for place in (length // 2, length - 1, 0, length // 3):
             fresh = Hand(open_bench(Role.PREFILL), open_bench(Role.DECODE))
 
-            def damage(reservation: Reservation, place: int = place, d: Bench = fresh.d) -> None:
-                d.write(d.places(reservation.arrays(), place, place + 1), 0)
+            # values that belong to a whole block are addressed with its first token only
+            shared = any(c.per_block for plane in fresh.d.engine.geometry.planes for c in plane.components)
+            start = place - place % block if shared else place
+
+            def damage(reservation: Reservation, place: int = place, start: int = start, d: Bench = fresh.d) -> None:
+                d.write(d.places(reservation.arrays(), start, place + 1), 0)
 
             if fresh.run(request, damage).shown != expected:
                 return
