@@ -52,8 +52,8 @@ class Plan:
     """What is to be played.
 
     ``requests``: so many, and more until there were ``kills`` kills as well.  ``distinct``: different ones among them,
-    which are asked in turn; 0: all.  ``every``: seconds between two kills, on average.  ``together``: requests under way
-    at a time.  ``patience``: seconds without the end of any request that count as a hang.
+    which are asked in turn; 0: all.  ``every``: seconds between two kills, on average.  ``together``: requests under
+    way at a time.  ``patience``: seconds without the end of any request that count as a hang.
     """
 
     overrides: Mapping[str, Any]
