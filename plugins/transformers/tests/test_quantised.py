@@ -37,7 +37,7 @@ BLOCK = 4
 @given(size=st.floats(-30, 30), growth=st.floats(0.1, 27), seed=st.integers(0, 50), layout=st.sampled_from(Scales))
 @settings(max_examples=60, deadline=None)
 def test_four_significant_bits_survive(size: float, growth: float, seed: int, layout: Scales) -> None:
-    """Of the token that sets a block's scales and of others that are up to 28 times as large, or as small as a hundredth."""
+    """Of the token that sets a block's scales, and of others that are up to 28 times as large or a hundredth."""
     generator = torch.Generator().manual_seed(seed)
     first = (torch.rand((1, 3, 8), generator=generator) + 0.1) * 2.0**size
     scales = scales_of(first, layout.count(3))
