@@ -337,6 +337,8 @@ class Service:
             peer = next((p for p in reversed(tuple(self._handles)) if p.name == stage), None)
             if peer is None:
                 raise LocalProtocolError(f"there is no stage {stage!r}; there are {', '.join(self.stages)}")
+            if peer in self._starting:
+                raise LocalProtocolError(f"stage {stage} is being started again; drain it once it is up", stage=stage)
             self._carry_out(self._machine.drain(peer, now), now)
             self._draining.append((peer, future))
 

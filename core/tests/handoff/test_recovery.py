@@ -801,6 +801,20 @@ def test_a_drained_stage_that_dies_stays_away():
 
 
 @pytest.mark.clause("C6.2")
+def test_nor_does_one_come_back_that_is_drained_between_its_loss_and_its_end():
+    desk = Desk((P0, P1, D0))
+    desk.lose(P0)
+    desk.did(desk.c.drain(P0, desk.now))
+    assert not restarts(desk.join(P0))
+    desk = Desk((P0, D0))
+    desk.lose(P0)
+    desk.submit("a")
+    assert desk.phase("a") is WAITING
+    desk.did(desk.c.drain(P0, desk.now))
+    assert desk.end("a").cause == "no prefill stage is up and takes requests"
+
+
+@pytest.mark.clause("C6.2")
 @pytest.mark.parametrize("how", ["dies", "is lost", "was lost", "waits"])
 def test_once_everything_stops_nothing_begins_again(how):
     desk = Desk((P0, D0))

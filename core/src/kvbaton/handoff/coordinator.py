@@ -561,13 +561,19 @@ class Coordinator:
         return effects
 
     def drain(self, peer: PeerId, now: float) -> Effects:
-        """Place nothing more on ``peer``; what is on it goes on.  See :meth:`idle`, then :meth:`dismiss`."""
+        """Place nothing more on ``peer``; what is on it goes on.  See :meth:`idle`, then :meth:`dismiss`.
+
+        One that is lost, and would be started again once it was joined, is not.
+        """
         self._tick(now)
         found = self._peers.get(peer)
         if found is None:
             raise LocalProtocolError(f"there is no stage {peer}; known: {', '.join(map(str, self._peers)) or 'none'}")
         effects: Effects = []
         found.draining = True
+        expected = self._expected.get(peer.name)
+        if expected is not None and expected.after == peer:
+            del self._expected[peer.name]
         self._refuse_unserved(effects)
         return effects
 
