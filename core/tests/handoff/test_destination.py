@@ -289,7 +289,7 @@ def test_a_failure_says_what_is_missing_and_not_too_much_of_it():
     t = reserved(m)
     m.commit(Commit(t, 1000))
     m.receipt(Receipt(P0, t, 0))
-    (failed,) = sends(m.engine_failed(t, "no"))
+    (failed,) = sends(m.engine_failed(t, "no", unmoved=True))
     assert failed == Failed(t, "no", tuple(range(1, MAX_MISSING + 1)), unmoved=True)
 
 

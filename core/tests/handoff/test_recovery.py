@@ -28,6 +28,7 @@ from kvbaton.messages import (
     PeerDown,
     Progress,
     Received,
+    Rejected,
     Release,
     Reserve,
     Reserved,
@@ -612,17 +613,58 @@ def test_or_it_is_recomputed_from_its_prompt_and_these():
 
 @pytest.mark.clause("C6.3")
 def test_what_cannot_be_recomputed_says_why():
-    for what, tokens, why in (
-        (request(4, 8, stop=("end",)), (7, 8), "stop texts may span the tokens that were delivered"),
-        (request(4, 2), (7, 8), "all tokens were delivered"),
-    ):
-        desk = Desk(recovery=Recovery(recompute=True))
-        desk.submit("a", what)
-        t, _, d = desk.at("a")
-        desk.life("a", "activated")
-        desk.hear(d, Output(t, 0, tokens))
-        desk.lose(d)
-        assert desk.end("a").cause == f"{d} is lost: gone; it cannot be recomputed: {why}"
+    desk = Desk(recovery=Recovery(recompute=True))
+    desk.submit("a", request(4, 8, stop=("end",)))
+    t, _, d = desk.at("a")
+    desk.life("a", "activated")
+    desk.hear(d, Output(t, 0, (7, 8)))
+    desk.lose(d)
+    why = "stop texts may span the tokens that were delivered"
+    assert desk.end("a").cause == f"{d} is lost: gone; it cannot be recomputed: {why}"
+
+
+@pytest.mark.clause("C7.1", "A1")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [(request(4, 2), FinishReason.LENGTH), (request(4, 8, stop_token_ids=(8,)), FinishReason.STOP)],
+    ids=["length", "stop"],
+)
+def test_a_request_all_of_whose_tokens_were_delivered_has_finished(recompute, what, reason):
+    desk = Desk(recovery=Recovery(recompute=recompute))
+    desk.submit("a", what)
+    t, _, d = desk.at("a")
+    desk.life("a", "activated")
+    desk.hear(d, Output(t, 0, (7, 8)))
+    desk.lose(d)
+    assert (desk.end("a").ending, desk.end("a").reason) == (fx.Ending.FINISHED, reason)
+
+
+@pytest.mark.clause("C6.3", "C6.7")
+def test_a_pair_that_does_not_get_on_is_avoided_and_not_preferred():
+    """D hangs: P's chunks to it fail, again and again, while another D is free."""
+    desk = Desk()
+    desk.submit("a")
+    old, p, d = desk.at("a")
+    desk.life("a", "computing")
+    desk.hear(p, Failed(old, "late", (0,), unmoved=True))
+    assert desk.at("a")[1:] != (p, d)
+
+
+@pytest.mark.clause("C2.6", "C6.3")
+def test_a_stage_that_has_no_room_is_preferred_no_more():
+    desk = Desk()
+    desk.submit("a")
+    old, p, d = desk.at("a")
+    desk.life("a", "reserved")
+    desk.kill(p)
+    new, _, again = desk.at("a")
+    assert (new != old, again) == (True, d), "what is left of its KV is there"
+    desk.hear(d, Rejected(new, "full", retry=True))
+    filler = desk.c._peers[d]
+    filler.ledger.take(TransferId("f" * 32), 1)  # the other is the less loaded one now
+    desk.wait(1.0)
+    assert desk.at("a")[2] != d
 
 
 @pytest.mark.clause("C2.4", "C6.3")
@@ -657,7 +699,6 @@ def test_a_broken_connection_between_living_stages_costs_its_requests_nothing(st
     new, second_p, second_d = desk.at("a")
     assert new != old
     assert (second_p, second_d) != (p, d)
-    assert (second_d == d) if by == "D" else (second_p == p), "whoever reported it is preferred"
     desk.life("a")
     if step != "placed":
         assert sent(effects, Cancel) == [(p, Cancel(old)), (d, Cancel(old))]

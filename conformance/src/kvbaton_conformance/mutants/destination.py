@@ -117,7 +117,7 @@ add(
 )  # fmt: skip
 add(
     "ds-failure-is-silent", "a transfer that fails at D is not reported", "C6.3 C6.1 C6.7",
-    edit(D.engine_failed, "        Send(Failed(transfer, cause, record.missing, unmoved=bool(record.missing))),\n", ""),
+    edit(D.engine_failed, "        Send(Failed(transfer, cause, record.missing, unmoved=unmoved)),\n", ""),
 )  # fmt: skip
 add(
     "a-stopping-d-reserves", "D takes a Reserve after Stop", "C6.2 C6.6",

@@ -178,7 +178,8 @@ class _Expected:
 
 
 class _Waiting:
-    __slots__ = ("age", "attempts", "cause", "delivered", "key", "not_before", "passes", "prefer", "request", "tries")
+    __slots__ = ("age", "attempts", "avoid", "cause", "delivered", "key", "not_before", "passes", "prefer", "request",
+                 "tries")  # fmt: skip
 
     def __init__(self, key: RequestKey, request: Request, age: int) -> None:
         self.key = key
@@ -190,10 +191,12 @@ class _Waiting:
         #: Refusals in spite of credits so far, and when to ask again.
         self.tries = 0
         self.not_before = -math.inf
-        #: Generations lost so far, why the last one was, and which of its stages is left: it may hold KV of it still.
+        #: Generations lost so far, and why the last one was.
         self.attempts = 0
         self.cause = ""
+        #: Where to begin again if it can be helped: with the stage that is left, or not with this pair.
         self.prefer: PeerId | None = None
+        self.avoid: tuple[PeerId, PeerId] | None = None
         #: Tokens that earlier generations have delivered; they are the end of ``request``'s prompt.
         self.delivered = 0
 
@@ -206,6 +209,7 @@ class _Entry:
         "d",
         "d_out",
         "deadlines",
+        "last",
         "p",
         "p_out",
         "phase",
@@ -229,6 +233,7 @@ class _Entry:
         #: Output tokens passed on; and which, where the request could go on from them.
         self.position = 0
         self.tokens: list[int] = []
+        self.last = -1
         self.activated = False
         #: The queue its deadline is in.
         self.deadlines: _DeadlineQueue | None = None
@@ -765,6 +770,7 @@ class Coordinator:
             self._set_deadline(entry, None)
             self._forget(entry)
             effects.append(Tell(waiting.key, entry.transfer, Requeued(message.cause)))
+            waiting.prefer = None  # it was asked, and has no room
             self._wait_again(waiting, effects)
         elif entry.phase is _ENDED and entry.d_out:
             self._d_over(entry)
@@ -835,6 +841,8 @@ class Coordinator:
             self._violated(entry, entry.d, text, effects)
         else:
             entry.position += len(message.token_ids)
+            if message.token_ids:
+                entry.last = message.token_ids[-1]
             if self._recovery.recompute:
                 entry.tokens += message.token_ids
             position = entry.waiting.delivered + message.position
@@ -945,6 +953,31 @@ class Coordinator:
     def _failed(self, entry: _Entry, cause: str, effects: Effects, *, at: _Peer) -> None:
         self._end(entry, _FAILED, cause, effects, at=at)
 
+    def _go_on(self, entry: _Entry, cause: str, effects: Effects, at: _Peer) -> bool:
+        """Tokens were delivered: whether the request may be recomputed from them, and is prepared for it; else it has
+        ended.
+        """
+        waiting, sampling = entry.waiting, entry.waiting.request.sampling
+        left = sampling.max_tokens - entry.position
+        if entry.last in sampling.stop_token_ids:
+            self._end(entry, _FINISHED, "", effects, FinishReason.STOP)  # only the word of it was lost
+        elif left < 1:
+            self._end(entry, _FINISHED, "", effects, FinishReason.LENGTH)
+        elif not self._recovery.recompute:
+            self._end(entry, _FAILED, f"{cause}, after {entry.position} tokens were delivered", effects, at=at)
+        elif sampling.stop:
+            why = "it cannot be recomputed: stop texts may span the tokens that were delivered"
+            self._end(entry, _FAILED, f"{cause}; {why}", effects, at=at)
+        else:
+            waiting.request = msgspec.structs.replace(
+                waiting.request,
+                prompt=(*waiting.request.prompt, *entry.tokens),
+                sampling=msgspec.structs.replace(sampling, max_tokens=left),
+            )
+            waiting.delivered += entry.position
+            return True
+        return False
+
     def _lost(self, entry: _Entry, cause: str, effects: Effects, *, at: _Peer) -> None:
         """The generation is lost with a stage or a connection: the request begins again, if it may, or fails."""
         waiting = entry.waiting
@@ -953,26 +986,14 @@ class Coordinator:
                 cause = f"{cause} (begun {waiting.attempts + 1} times)"
             self._end(entry, _FAILED, cause, effects, at=at)
             return
-        if entry.position:
-            if not self._recovery.recompute:
-                self._end(entry, _FAILED, f"{cause}, after {entry.position} tokens were delivered", effects, at=at)
-                return
-            sampling = entry.waiting.request.sampling
-            left = sampling.max_tokens - entry.position
-            if left < 1 or sampling.stop:
-                why = "stop texts may span the tokens that were delivered" if left else "all tokens were delivered"
-                self._end(entry, _FAILED, f"{cause}; it cannot be recomputed: {why}", effects, at=at)
-                return
-            waiting.request = msgspec.structs.replace(
-                waiting.request,
-                prompt=(*waiting.request.prompt, *entry.tokens),
-                sampling=msgspec.structs.replace(sampling, max_tokens=left),
-            )
-            waiting.delivered += entry.position
+        if entry.position and not self._go_on(entry, cause, effects, at):
+            return
         waiting.attempts += 1
         waiting.cause = cause
-        other = entry.d if at is entry.p else entry.p
-        waiting.prefer = other.id if other.status is _UP else None
+        # what is left of the lost generation's KV is on the stage that is left; where both are, they do not get on
+        left = [peer.id for peer in (entry.p, entry.d) if peer.status is _UP]
+        waiting.prefer = left[0] if len(left) == 1 else None
+        waiting.avoid = (entry.p.id, entry.d.id) if len(left) == 2 else None
         effects.append(Tell(waiting.key, entry.transfer, Requeued(cause)))
         self._live[waiting.key] = waiting
         self._wind_up(entry, effects)
@@ -1142,8 +1163,10 @@ class Coordinator:
         """Ask the policy; one that raises or invents a pair must not take the coordinator down."""
         if not pairs:
             return None
-        if waiting.prefer is not None:  # what is left of the lost generation's KV is there
+        if waiting.prefer is not None:
             pairs = [pair for pair in pairs if waiting.prefer in (pair.prefill, pair.decode)] or pairs
+        if waiting.avoid is not None:
+            pairs = [pair for pair in pairs if waiting.avoid != (pair.prefill, pair.decode)] or pairs
         try:
             pair = self._choose(waiting.key, waiting.request, pairs)
         except Exception as error:

@@ -345,8 +345,11 @@ class Destination:
         self._free(record, effects)
         return effects
 
-    def engine_failed(self, transfer: TransferId, cause: str) -> Effects:
-        """The engine or the receiving end cannot go on with it.  As after Cancel, and C is told."""
+    def engine_failed(self, transfer: TransferId, cause: str, *, unmoved: bool = False) -> Effects:
+        """The engine or the receiving end cannot go on with it.  As after Cancel, and C is told.
+
+        ``unmoved``: it is the bytes that did not come.
+        """
         record = self._records.get(transfer)
         if not record:
             return [Ignored(transfer, "engine failed", "unknown transfer")]
@@ -356,7 +359,7 @@ class Destination:
             return self.refused(transfer, cause, retry=False)
         effects: Effects = [
             Fault(transfer, cause, retained=record.phase is _RESERVED),
-            Send(Failed(transfer, cause, record.missing, unmoved=bool(record.missing))),
+            Send(Failed(transfer, cause, record.missing, unmoved=unmoved)),
         ]
         self._cancel(record, effects)
         return effects

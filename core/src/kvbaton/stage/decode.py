@@ -150,7 +150,7 @@ class DecodeStage(Stage):
             del self._incomplete[transfer]
             if self.machine.phase(transfer) is DestinationPhase.RESERVED:
                 cause = f"C6.7: deadline.receipts of {self._receipts_deadline:g} s passed"
-                self._run(self.machine.engine_failed(transfer, cause))
+                self._run(self.machine.engine_failed(transfer, cause, unmoved=True))
         return bool(expired)
 
     def _revoke(self, transfer: TransferId) -> None:
