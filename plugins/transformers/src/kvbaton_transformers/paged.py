@@ -231,14 +231,21 @@ class PagedKV:
     """
 
     def __init__(
-        self, spec: KVSpec, device: torch.device | str = "cpu", buffers: Mapping[int, torch.Tensor] | None = None
+        self,
+        spec: KVSpec,
+        device: torch.device | str = "cpu",
+        buffers: Mapping[int, torch.Tensor] | None = None,
+        constants: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Allocate zeroed storage on ``device``, or lay it over ``buffers``.
 
         ``buffers``: region id -> contiguous uint8 tensor of at least ``spec.region_bytes()[id]`` bytes (see
-        :func:`tensor_over`), kept alive by this object, its content left as it is.
+        :func:`tensor_over`), kept alive by this object, its content left as it is.  ``constants``, with
+        :attr:`Scales.TENSOR`: the scales of K and of V that blocks begun here get, each ``[layer]``.
         """
-        self.spec = spec
+        if (spec.scales is Scales.TENSOR) != (constants is not None):
+            raise ValueError("constant scales are what blocks have with Scales.TENSOR, and only then")
+        self.spec, self.constants = spec, constants
         self.device = torch.device(device)
         self.tensors = {
             region: torch.zeros(shape, dtype=dtype, device=self.device)
@@ -334,6 +341,7 @@ class PagedCache(Cache):
         self._flat_table = index.table.flatten()
         self._key_scales: torch.Tensor | None = None
         self._value_scales: torch.Tensor | None = None
+        self._constants = storage.constants or (None, None)
         if storage.spec.scales is not None:
             self._key_scales, self._value_scales = storage.key_scales[plane], storage.value_scales[plane]
             #: Which of the tokens to store begin a block.
@@ -344,12 +352,17 @@ class PagedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return (
-            self._exchange(self._keys, self._key_scales, layer_idx, key_states),
-            self._exchange(self._values, self._value_scales, layer_idx, value_states),
+            self._exchange(self._keys, self._key_scales, self._constants[0], layer_idx, key_states),
+            self._exchange(self._values, self._value_scales, self._constants[1], layer_idx, value_states),
         )
 
     def _exchange(
-        self, storage: torch.Tensor, scales: torch.Tensor | None, layer: int, states: torch.Tensor
+        self,
+        storage: torch.Tensor,
+        scales: torch.Tensor | None,
+        constants: torch.Tensor | None,
+        layer: int,
+        states: torch.Tensor,
     ) -> torch.Tensor:
         """Store ``states`` (``[row, head, new, dim]``) in a layer of ``storage``, read all back.
 
@@ -364,7 +377,10 @@ class PagedCache(Cache):
         else:
             # Bytes, as not every device gathers and scatters float8.
             scales, storage = scales[:, layer], storage.view(torch.uint8)
-            scales[self._block[self._first]] = quantised.scales_of(tokens[self._first], scales.shape[-1])
+            if constants is None:
+                scales[self._block[self._first]] = quantised.scales_of(tokens[self._first], scales.shape[-1])
+            else:
+                scales[self._block[self._first]] = constants[layer]
             stored = quantised.quantise(tokens, scales[self._block])
             storage[self._block, self._offset] = stored.view(torch.uint8)
             # What was stored is what is seen, here as after a hand-off.

@@ -49,8 +49,9 @@ class TransformersOptions(BaseModel):
     kv_dtype: Literal["model", "fp8"] = Field(
         default="model", description="what K and V are kept in: the model's dtype, or float8 (e4m3) with scales"
     )
-    kv_scales: Literal["block", "head"] = Field(
-        default="block", description="fp8: one scale per block of tokens for K and V of a layer, or one for each head"
+    kv_scales: Literal["block", "head", "tensor"] = Field(
+        default="block",
+        description="fp8: scales of K and V of a layer: one per block, one per block and head, or one for all blocks",
     )
     block_tokens: int = Field(default=16, ge=1, description="tokens per KV block")
     blocks: int = Field(default=512, ge=1, description="KV blocks in each storage plane")

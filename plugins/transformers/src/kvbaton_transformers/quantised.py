@@ -7,6 +7,8 @@ nothing but itself.  What makes that affordable is the format: its relative prec
 of two.  The first token's largest value is put at 8 to 16 of 448, so that later ones may be at least 28 times as large
 before they saturate, and 512 times smaller before they lose precision.
 
+Or every block of a layer has the same scales, found once by running a text of sorts through the model.
+
 Scales are powers of two: to scale is exact, and only the rounding to four significant bits is lost.
 """
 
@@ -19,18 +21,22 @@ import torch
 #: What values are stored as, and the largest one.
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max
-#: The first token's largest value lies in [2 ** (_EXPONENT - 1), 2 ** _EXPONENT).
+#: The first token's largest value is stored in [2 ** (_EXPONENT - 1), 2 ** _EXPONENT); by constant scales, the largest
+#: value of a whole text in the same of _EXPONENT_OF_TEXT.
 _EXPONENT = 4
+_EXPONENT_OF_TEXT = 6
 
 
 class Scales(enum.Enum):
-    """How many scales K, and as many V, of one layer has in a block: one for all heads, or one for each."""
+    """Which scales K, and as many V, of one layer has in a block: one for all heads, set by the block's first token;
+    one for each head, likewise; or one that is the same in every block."""
 
     BLOCK = "block"
     HEAD = "head"
+    TENSOR = "tensor"
 
     def count(self, heads: int) -> int:
-        return 1 if self is Scales.BLOCK else heads
+        return heads if self is Scales.HEAD else 1
 
 
 def scales_of(tokens: torch.Tensor, count: int) -> torch.Tensor:
@@ -38,9 +44,17 @@ def scales_of(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
     ``count``: 1 or the number of heads.  Not a number where a token is not finite, so that damage shows.
     """
-    largest = tokens.float().abs().flatten(1).unflatten(1, (count, -1)).amax(dim=-1)
-    exponent = torch.frexp(largest).exponent
-    scales = torch.ldexp(torch.ones_like(largest), exponent - _EXPONENT)
+    return _scales(tokens.float().abs().flatten(1).unflatten(1, (count, -1)).amax(dim=-1), _EXPONENT)
+
+
+def constant_scales(text: torch.Tensor) -> torch.Tensor:
+    """One scale for each layer whose largest value in some text is given: ``[layer]``, float32."""
+    return _scales(text.float(), _EXPONENT_OF_TEXT)
+
+
+def _scales(largest: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Powers of two by which ``largest`` is stored just below ``2 ** exponent``."""
+    scales = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - exponent)
     return torch.where(torch.isfinite(largest), scales, torch.nan)
 
 

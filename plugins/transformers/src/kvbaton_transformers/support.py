@@ -186,6 +186,23 @@ def probe(model: PreTrainedModel, source: str = "") -> KVShape:
     return _judge(model, source, seen)
 
 
+@torch.no_grad()
+def largest_kv(model: PreTrainedModel, tokens: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest absolute values of K and of V, each ``[layer]``, in a text of token ids from all over the vocabulary.
+
+    The same for equal weights on equal devices.
+    """
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    # A large prime as the step scatters them.
+    ids = (torch.arange(tokens, device=model.device) * 7919 % vocabulary)[None]
+    cache = _Watching()
+    model.base_model(
+        input_ids=ids, position_ids=torch.arange(tokens, device=model.device)[None], cache=cache, use_cache=True
+    )
+    keys, values = zip(*((key.abs().amax(), value.abs().amax()) for _, key, value in cache.written), strict=True)
+    return torch.stack(keys), torch.stack(values)
+
+
 def _judge_forward(model: PreTrainedModel, source: str) -> None:
     if model._is_stateful:
         raise _unsupported(model.config, source, [f"it needs {_RECURRENT}"], [_RECURRENT])
