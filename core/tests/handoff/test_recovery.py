@@ -663,7 +663,8 @@ def test_a_stage_that_has_no_room_is_preferred_no_more():
     desk.hear(d, Rejected(new, "full", retry=True))
     filler = desk.c._peers[d]
     filler.ledger.take(TransferId("f" * 32), 1)  # the other is the less loaded one now
-    desk.wait(1.0)
+    desk.now += 1.0
+    desk.did(desk.c.expire(desk.now))
     assert desk.at("a")[2] != d
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbaton.connector import MemoryRegion
+from kvbaton.connector import MemoryRegion, Outcome
 from kvbaton.errors import PeerLost
 from kvbaton_conformance.harness import Pair, segments
 from kvbaton_nixl import cuda
@@ -74,6 +74,30 @@ def test_no_fence_is_claimed_where_the_device_has_failed(pair, done, monkeypatch
     here.fenced(pair.source.peer)
     assert [event.quiet for event in here.poll().peers] == [True]
     here._regions = regions
+
+
+@pytest.mark.clause("C6.4", "T5", "T7")
+def test_a_copy_that_cannot_be_waited_for_loses_no_chunk_and_proves_nothing(pair, done):
+    """The device has failed, and says so when staging is closed: every chunk ends, none as quiet."""
+    pair.clog(pair.target)
+    pair.send(segments((0, 0, 512)), segments((0, 0, 512)))
+    here = pair.source.connector
+    (link,) = here._links.values()
+    (posted,) = link.posted.values()
+
+    class Mover:
+        region = ON_DEVICE
+
+        def close(self):
+            raise RuntimeError("the device has failed")
+
+    link._on_device, link._mover = ON_DEVICE, Mover()
+    here._lose(link.peer, PeerLost("gone", peer=link.peer))
+    progress = here.poll()
+    (completion,) = progress.completions
+    assert (completion.outcome, completion.source_quiet, completion.target_quiet) == (Outcome.FAILED, False, False)
+    assert [(event.up, event.quiet) for event in progress.peers] == [(False, False)]
+    here._finish([link_module.Ended(posted.chunk, Outcome.FAILED, True, True)])  # for whoever closes it now
 
 
 @pytest.mark.clause("C6.4")

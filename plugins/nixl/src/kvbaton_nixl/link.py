@@ -8,6 +8,7 @@ other means is the connector's to judge.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from kvbaton_nixl.packing import Packer, Part, Unpacker
 from kvbaton_nixl.staging import Slots, make_mover
 from kvbaton_nixl.telemetry import Measured
 from kvbaton_nixl.words import Hello, Kind, Note, Region, Staging
+
+_log = logging.getLogger(__name__)
 
 Key = tuple[TransferId, int]
 
@@ -421,10 +424,15 @@ class Link:
             # UCX destroys its streams and does not wait for them: a copy that they were given goes on reading what we
             # send, or writing what a peer has sent, until the device says that it has finished (T5, C6.4)
             self.settled = cuda.synchronize(self._on_device)
-        if self._mover is not None:
-            self._mover.close()  # waits for copies of ours, so that what is said to be quiet is
-        if self._unpacker is not None:
-            self.late = [landing.key for landing in self._unpacker.landed() if landing.complete]
+        try:
+            if self._mover is not None:
+                self._mover.close()  # waits for copies of ours, so that what is said to be quiet is
+            if self._unpacker is not None:
+                self.late = [landing.key for landing in self._unpacker.landed() if landing.complete]
+        except Exception as error:
+            # a device that has failed: its copies may or may not have been made, and nobody can tell
+            _log.error("the end of the link to %s: %s", self.peer, library.describe(error))
+            self.settled = False
         quiet = self.settled
         return [Ended(chunk, Outcome.FAILED, quiet, quiet and peer_is_dead, cause) for chunk in chunks]
 
