@@ -2,9 +2,12 @@
 
 Each request is one prompt token, and each answer one token: 8 bytes of KV and 4 of the final state cross, so that what
 is timed is the hand-off itself: the coordinator, both stages' pumps, engines and connectors, fourteen control
-messages.  *In process*: 1P1D as threads of this process, which may use one core, over loopback, with 64 requests under
-way; hand-offs per second, and per second of the processor, which other programs do not disturb.  *Three processes*: the coordinator, P and D, which talk over ZeroMQ's ipc and move bytes
-through shared memory; one request at a time, from ``add_request`` to its end.
+messages.
+
+*In process*: 1P1D as threads of this process, which may use one core, over loopback, with 64 requests under way;
+hand-offs per second, and per second of the processor, which other programs do not disturb.  *Three processes*: the
+coordinator, P and D, which talk over ZeroMQ's ipc and move bytes through shared memory; one request at a time, from
+``add_request`` to its end.
 """
 
 from __future__ import annotations
