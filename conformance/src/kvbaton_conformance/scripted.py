@@ -127,6 +127,7 @@ class ScriptedModel:
                 return tuple(tokens), tuple(depths), reason
             state = self.extend(state, token)
             digest = (digest + self._contribution(np.array([state], dtype=np.uint64), position)) & _MASK
+            final = self.final(state)  # so that a request which goes on from its own answer gets the rest of it
             position += 1
 
     def _contribution(self, histories: Words, first: int) -> int:
@@ -496,6 +497,7 @@ class ScriptedEngine:
                 self._write(sequence, sequence.valid, np.array([sequence.history], dtype=np.uint64))
                 sequence.valid += 1
                 sequence.digest = (sequence.digest + self._digest(sequence, sequence.valid - 1)) & _MASK
+                sequence.final = self.model.final(sequence.history)
             request = sequence.admission.request
             token, depth = self.model.choose(sequence.digest, sequence.final, request.sampling.seed)
             self.sampled += 1

@@ -178,6 +178,8 @@ class Service:
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
         self._launcher: Launcher  # once ``_connected``
+        #: Started again, and not connected to every peer yet.
+        self._unconnected: set[PeerId] = set()
         #: Started again, and not heard of yet: until when they are waited for.
         self._starting: dict[PeerId, float] = {}
         self._gone: set[PeerId] = set()  # joined, and the end looked at
@@ -549,7 +551,7 @@ class Service:
                 self._progress(f"{peer.name} is up")
                 if self._ready.done():
                     self._pulses[peer] = _Pulse(now + self._settings.deadline.step / _BEATS)
-                    self._hooks.tell("kvbaton_peer_up", peer=peer)
+                    self._unconnected.add(peer)
             case messages.Fatal(cause):
                 _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s: %s", peer, cause)
                 self._last_words[peer] = cause
@@ -571,6 +573,7 @@ class Service:
         self._carry_out(effects, now)
         if isinstance(message, messages.Connected):
             self._check_ready()
+            self._check_back()
 
     def _check_ready(self) -> None:
         views = self._machine.peers()
@@ -585,6 +588,17 @@ class Service:
             self._pulses = {peer: _Pulse(time.monotonic()) for peer in (*prefills, *decodes)}
             self._ready.set_result(None)
 
+    def _check_back(self) -> None:
+        """Of those that were started again: who is connected to every peer that is up."""
+        if not self._unconnected:
+            return
+        views = [view for view in self._machine.peers() if view.peer in self._up]
+        for view in [view for view in views if view.peer in self._unconnected]:
+            others = {other.peer for other in views if other.role is not view.role}
+            if others <= set(view.connected):
+                self._unconnected.discard(view.peer)
+                self._hooks.tell("kvbaton_peer_up", peer=view.peer)
+
     def _on_exit(self, handle: StageHandle, now: float) -> None:
         peer, death = handle.peer, handle.death()
         self._hear_out(peer, now)
@@ -593,6 +607,7 @@ class Service:
         self._up.discard(peer)
         self._silent.pop(peer, None)
         self._pulses.pop(peer, None)
+        self._unconnected.discard(peer)
         if not expected or handle.exit_status() or not handle.joined:
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:

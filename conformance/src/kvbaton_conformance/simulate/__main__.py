@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -30,26 +30,36 @@ def _workers(jobs: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=begin)
 
 
-def main(
-    handoffs: Annotated[int, typer.Option(min=1, help="Hand-offs to simulate, at least.")] = 10_000,
-    seed: Annotated[int, typer.Option(min=0, help="Where the schedules come from.")] = 1,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
-    run: Annotated[int | None, typer.Option(min=0, help="Play one run, by its own seed, and tell its story.")] = None,
-    mutants: Annotated[
-        bool, typer.Option("--mutants", help="Take each guard away: in which run is it noticed?")
-    ] = False,
-    only: Annotated[str, typer.Option(help="With --mutants: those whose name or guard contains this.")] = "",
-    runs: Annotated[int, typer.Option(min=1, help="With --mutants: runs for each, at most.")] = 400,
-    patience: Annotated[float, typer.Option(min=0.0, help="Seconds to shorten a failing run.")] = 60.0,
-) -> None:
-    """Whole deployments under seeded schedules with faults.  Status 0: every invariant held."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.  Status 0: every invariant held, every guard was missed."""
+    parser = argparse.ArgumentParser(prog="python -m kvbaton_conformance.simulate", description=__doc__)
+    parser.add_argument("--handoffs", metavar="N", type=_natural, default=10_000, help="at least so many (10,000)")
+    parser.add_argument("--seed", metavar="N", type=int, default=1, help="where the schedules come from (1)")
+    parser.add_argument("--jobs", metavar="N", type=_natural, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--run", metavar="SEED", type=int, help="play one run, by its own seed, and tell its story")
+    parser.add_argument("--mutants", action="store_true", help="take each guard away: which run notices?")
+    parser.add_argument("--only", metavar="TEXT", default="", help="with --mutants: whose name or guard contains this")
+    parser.add_argument(
+        "--runs", metavar="N", type=_natural, default=400, help="with --mutants: for each, at most (400)"
+    )
+    parser.add_argument(
+        "--patience", metavar="S", type=float, default=60.0, help="seconds to shorten a failing run (60)"
+    )
+    asked = parser.parse_args(arguments)
     console = Console()
-    with _workers(jobs) as pool:
-        if run is not None:
-            raise typer.Exit(_tell(console, pool, run, patience))
-        if mutants:
-            raise typer.Exit(_mutants(console, pool, only, seed * _RUNS, runs))
-        raise typer.Exit(_simulate(console, pool, handoffs, seed, jobs, patience))
+    with _workers(asked.jobs) as pool:
+        if asked.run is not None:
+            return _tell(console, pool, asked.run, asked.patience)
+        if asked.mutants:
+            return _mutants(console, pool, asked.only, asked.seed * _RUNS, asked.runs)
+        return _simulate(console, pool, asked.handoffs, asked.seed, asked.jobs, asked.patience)
+
+
+def _natural(text: str) -> int:
+    number = int(text.replace(",", "").replace("_", ""))
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def _tell(console: Console, pool: ProcessPoolExecutor, run: int, patience: float) -> int:
@@ -138,4 +148,4 @@ def _mutants(console: Console, pool: ProcessPoolExecutor, only: str, first: int,
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

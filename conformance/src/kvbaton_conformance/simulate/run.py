@@ -279,7 +279,7 @@ def _sum_up(world: World, result: Result) -> None:
 
 def _finish(world: World) -> None:
     """Everybody gets their turn until everything has ended; then the books, then the shutdown (C6.2, C6.7)."""
-    world.fair = True
+    world.fair_since = world.now
     _until(world, lambda: world.quiet, "C6.7", "everything live ends")
     # what the stages still have to do for what has ended, such as closing the end towards a dead peer
     _until(world, lambda: _idle(world), "C6.7", "every stage comes to rest")

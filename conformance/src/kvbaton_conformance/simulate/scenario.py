@@ -62,6 +62,8 @@ class Scenario:
     restarts: bool = True
     #: How often a request may begin again when its stage or connection is lost.
     attempts: int = 0
+    #: Also one of which tokens were delivered, from these.
+    recompute: bool = False
     faults: frozenset[str] = frozenset()
 
     @classmethod
@@ -104,6 +106,7 @@ class Scenario:
             exact=draw.random() < 0.6,
             restarts=draw.random() < 0.8,
             attempts=draw.choice((0, 1, 3, 3)),
+            recompute=draw.random() < 0.5,
             faults=faults,
         )
 

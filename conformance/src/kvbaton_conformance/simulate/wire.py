@@ -76,8 +76,9 @@ class Flight:
 
     @property
     def reads(self) -> bool:
-        """Whether source memory may still be read."""
-        return self.state in (State.POSTED, State.LANDING) and self.copy is None
+        """Whether source memory may still be read: until its end is told, for what has landed may be sent again."""
+        moving = self.writes or (self.state is State.LANDED and not self.told)
+        return moving and self.copy is None and not self.cut
 
     @property
     def writes(self) -> bool:
@@ -159,7 +160,7 @@ class Wire:
 
     def report(self, flight: Flight) -> bool:
         """Tell the source that a chunk has landed."""
-        if flight.told or flight.state is not State.LANDED or flight.stalled or flight.source.dead or flight.cut:
+        if flight.told or flight.state is not State.LANDED or flight.stalled or flight.source.dead:
             return False
         flight.source.tell(flight, Outcome.DONE, source=True, target=True)
         return True
@@ -206,6 +207,8 @@ class Wire:
             # nobody writes here for it any more, and nobody reads here for it
             self.void(lambda flight: flight.source.peer == other and flight.chunk.peer == one)
             self.void(lambda flight: flight.source is mine and flight.chunk.peer == other and flight.reads)
+            for flight in self.flights:
+                flight.cut = flight.cut or (flight.source is mine and flight.chunk.peer == other)
         for flight in [f for f in self.flights if f.source is mine and f.chunk.peer == other and not f.told]:
             if flight.state is State.QUEUED:
                 flight.state = State.VOID

@@ -174,6 +174,8 @@ class Seat:
     wanted: bool = False
     #: Its channel is gone, and the coordinator has yet to notice.
     unnoticed: bool = False
+    #: Transfers that its machine was told to stop.
+    cancelled: set[TransferId] = field(default_factory=set)
     #: Its engine has probably something to do; its pump has.
     eager: bool = True
     stirred: bool = True
@@ -253,6 +255,10 @@ class Watched:
         if self._world.stage(self._peer).machine.phase(transfer) is None:
             self._world.breaks(
                 "C1.3", f"{self._peer.name} imports {self._world.name_of(transfer)}, which its stage has given up"
+            )
+        if transfer in self._world.seats[self._peer.name].cancelled:
+            self._world.breaks(
+                "C1.3", f"{self._peer.name} imports {self._world.name_of(transfer)}, which was cancelled before"
             )
         if transfer not in self.live:
             self._world.breaks(
@@ -384,7 +390,7 @@ class World:
         self.former: list[Seat] = []
         self.asked: list[Asked] = []
         #: Faults have stopped.
-        self.fair = False
+        self.fair_since: float | None = None
         self.moves = 0
         self.handoffs = 0
         self._story = story
@@ -401,6 +407,8 @@ class World:
         #: Stages have been connected once, so that requests have been served.
         self._served = False
         self._excused: set[int] = set()
+        #: Stages of which a chunk has failed without proof, so that only a fence can end it.
+        self._unproven: set[PeerId] = set()
         #: Words about transfers that were heard, by stage and direction, for replays.
         self._history: dict[tuple[str, bool], deque[messages.Message]] = {}
         self._echoed = 0
@@ -408,7 +416,7 @@ class World:
         self._settings = _settings(
             scenario.chunk_bytes, scenario.chunk_segments, scenario.inflight_bytes, scenario.unreceipted_chunks
         )
-        recovery = Recovery(attempts=scenario.attempts, restarts=3 if scenario.restarts else 0)
+        recovery = Recovery(scenario.attempts, scenario.recompute, restarts=3 if scenario.restarts else 0)
         self.coordinator = Coordinator(new_id=self._new_id, recovery=recovery)
         self._doing: Mapping[str, Callable[..., bool]] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
@@ -575,6 +583,7 @@ class World:
             self._say(f"  {name} hears {self._text(message)}")
             channel.heard.append(message)
             self._heard(name, True, message)
+        heard = tuple(channel.heard)
         said = len(channel.going)
         try:
             seat.stage.advance()
@@ -583,6 +592,15 @@ class World:
         except Exception as error:
             raise Broken("C6.3", f"an exception escaped the pump of {name}: {type(error).__name__}: {error}") from error
         seat.stirred = False
+        # what the machine has heard: from here on nothing of these is imported (C1.3)
+        seat.cancelled.update(m.transfer for m in heard if isinstance(m, messages.Cancel | messages.Release))
+        if (
+            seat.stage.ended
+            and seat.stage.outcome is not None
+            and not seat.stage.outcome.status
+            and len(seat.stage.machine)
+        ):
+            raise Broken("C6.2", f"{name} ends as ordered with {len(seat.stage.machine)} transfers under way")
         if self._story is not None:
             for message in list(channel.going)[said:]:
                 self._say(f"  {name} says {self._text(message)}")
@@ -634,7 +652,7 @@ class World:
     def _do_time(self, seconds: float) -> bool:
         self.now += seconds
         if seconds >= 1:
-            self.excused = self.excused or not self.fair
+            self.excused = self.excused or self.fair_since is None
             self._say(f"{seconds:g} s pass")
         return True
 
@@ -664,6 +682,8 @@ class World:
         if flight is None or not self.wire.fail(flight, proof):
             return False
         self.excused = True
+        if flight.state is not State.VOID or not self.scenario.exact:
+            self._unproven.add(flight.source.peer)
         self._say(f"  {self.tell(flight)} fails{', for certain' if flight.state is State.VOID else ', or so it seems'}")
         return True
 
@@ -701,6 +721,7 @@ class World:
         if not self.wire.drop(self.seats[one].peer, self.seats[other].peer, quiet):
             return False
         self.excused = True
+        self._unproven.update((self.seats[one].peer, self.seats[other].peer))
         self._say(f"{one} finds its connection to {other} broken{', its end is closed' if quiet else ''}")
         return True
 
@@ -890,6 +911,7 @@ class World:
             return False
         self.excused = True
         seat.connector.raises.add(call)
+        self._unproven.add(seat.peer)
         self._say(f"the transport of {name} is to raise in {call}()")
         return True
 
@@ -938,6 +960,10 @@ class World:
                 case fx.Kill(peer):
                     if not self.excused:
                         raise Broken("C6.7", f"C gives up {peer.name}, and nothing has happened to it: {effect.cause}")
+                    if "deadline.drain" in effect.cause and self._idle_for_long(peer):
+                        raise Broken(
+                            "C6.7", f"C gives up {peer.name}, which does not retire what is over: {effect.cause}"
+                        )
                     seat = self.seats.get(peer.name)
                     if seat is not None and seat.peer == peer:
                         seat.doomed = True
@@ -956,6 +982,12 @@ class World:
                     )
                 case _:
                     pass
+
+    def _idle_for_long(self, peer: PeerId) -> bool:
+        """Faults have stopped for longer than a transfer may drain, and all that this stage has sent is over."""
+        long = self.fair_since is not None and self.now > self.fair_since + 80
+        under_way = any(flight.source.peer == peer for flight in self.wire.flights)
+        return long and not under_way and not self.scenario.buffering and peer not in self._unproven
 
     def _told(self, asked: Asked, transfer: TransferId | None, event: Any) -> None:
         if transfer is not None and transfer in self._owner and self._owner[transfer] is not asked:
