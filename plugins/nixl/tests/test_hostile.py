@@ -107,6 +107,25 @@ def test_who_knows_one_endpoint_speaks_for_nobody_else(open_here):
     works(pair)
 
 
+@pytest.mark.clause("T7", "T6")
+@pytest.mark.parametrize("what", ["ended", "notes", "landed_here"])
+def test_what_breaks_one_link_stops_no_other(open_here, monkeypatch, what):
+    """Whatever it is that nobody had thought of: that peer is lost, with the cause, and the others go on."""
+    here, one, other = open_here("prefill-0"), open_here("decode-0", seed=1), open_here("decode-1", seed=2)
+    here.memory.fill()
+    broken, fine = Pair(here, one), Pair(here, other)
+    broken.connect()
+    fine.connect()
+
+    def fails():
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(here.connector._links[one.peer], what, fails)
+    fine.pump_until(lambda: not here.is_up(one.peer), "T7: the peer whose link is broken is lost")
+    assert one.peer not in here.connector._links
+    works(fine)
+
+
 @pytest.mark.clause("T2")
 def test_the_newest_hello_of_a_peer_counts(open_here):
     """A peer gave up and tried again before we had tried once: its first link is gone."""

@@ -1,5 +1,7 @@
 """What peers say: exact round trips, and anything else is a violation and nothing worse."""
 
+import hashlib
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -112,7 +114,21 @@ def test_numbers_out_of_range_are_violations():
         [0, "file", 0, 0, 1], [1 << 40, "host", 0, 0, 1], [0, "host", 1 << 40, 0, 1],
     ]:  # fmt: skip
         data = msgspec.msgpack.encode([me, you, b"s" * 16, b"p" * 16, b"agent", [region]])
-        assert decodes(Hello, data) is None, region
+        assert decodes(Hello, data + hashlib.blake2b(data, digest_size=8).digest()) is None, region
+
+
+@pytest.mark.clause("C9.3")
+def test_one_damaged_byte_is_found():
+    """UCX would crash on it."""
+    region = Region(0, "host", 0, 4096, 4096)
+    for word in (Lobby(b"an agent's address", b"s" * 16), Hello(PeerId("p", 1), PeerId("d", 2), b"s" * 16, b"p" * 16,
+                                                             b"an agent's address", (region,))):  # fmt: skip
+        data = word.encode()
+        assert decodes(type(word), data) == word
+        for at in range(len(data)):
+            damaged = bytearray(data)
+            damaged[at] ^= 0x40
+            assert decodes(type(word), bytes(damaged)) is None, at
 
 
 @pytest.mark.clause("C9.3", "T12")

@@ -35,6 +35,7 @@ from kvbaton.errors import (
     PeerLost,
     ProtocolViolation,
     RegistrationError,
+    TransportError,
 )
 from kvbaton.identity import PeerId, TransferId
 from kvbaton_nixl import cuda, library
@@ -158,13 +159,14 @@ class NixlConnector(ConnectorBase):
                 raise ProtocolViolation("C1.4", f"epoch {id.epoch} is not a number of 64 bits", peer=id)
             lobby = Lobby.decode(peer.metadata)
             name = self._lobby.add_remote_agent(lobby.agent)
+            name = name.decode() if isinstance(name, bytes) else name
         except ProtocolViolation as error:
             self._refuse(id, ConnectError(f"T2: the metadata of {id} is not ours: {error}", peer=id), error)
             return
         except Exception as error:
             self._refuse(id, ConnectError(f"T2: the metadata of {id} names no agent of NIXL", peer=id), error)
             return
-        self._lobbies[id] = (name.decode() if isinstance(name, bytes) else name, lobby)
+        self._lobbies[id] = (name, lobby)
         try:
             self._links[id] = Link(self.peer, id, self._name(str(id)), self._options, self._regions, self._measured)
         except Exception as error:
@@ -212,8 +214,8 @@ class NixlConnector(ConnectorBase):
             try:
                 link.greet(hello)
                 link.say(Kind.PING)
-            except LinkBroken as broken:
-                self._lose(id, ConnectError(f"T2: {broken.cause}", peer=id))
+            except Exception as error:
+                self._lose(id, ConnectError(f"T2: {_cause(error, id)}", peer=id))
                 continue
             self._events.append(PeerEvent(id, up=True))
 
@@ -272,7 +274,7 @@ class NixlConnector(ConnectorBase):
         """
         link = self._links.pop(id)
         if link.open:
-            with contextlib.suppress(LinkBroken):  # what had come before the end
+            with contextlib.suppress(Exception):  # what had come before the end
                 self._hear(link)
         self._finish(link.end(cause, peer_is_dead=dead))
         self._receipts += [Receipt(id, *key) for key in link.late]
@@ -304,10 +306,11 @@ class NixlConnector(ConnectorBase):
             return False  # T6: per peer, so that a frozen one fills only its own room
         try:
             ended = link.post(chunk)
-        except LinkBroken as broken:
+        except Exception as error:
+            cause = _cause(error, chunk.peer)
             if not link.has(chunk):
-                self._finish([Ended(chunk, Outcome.FAILED, True, True, broken.cause)])
-            self._lose(chunk.peer, broken.cause)
+                self._finish([Ended(chunk, Outcome.FAILED, True, True, cause)])
+            self._lose(chunk.peer, cause)
             return True
         if ended is not None:
             self._finish([ended])
@@ -341,9 +344,9 @@ class NixlConnector(ConnectorBase):
                     self._close_link(id, link)
                 if now >= link.next_ping:
                     self._ping(id, link, now)
-            except LinkBroken as broken:
+            except Exception as error:  # one link's misfortune, whatever it is: the others go on (T7)
                 if id in self._links:
-                    self._lose(id, broken.cause)
+                    self._lose(id, _cause(error, id))
         if not (self._completions or self._receipts or self._events):
             return IDLE
         progress = Progress(tuple(self._completions), tuple(self._receipts), tuple(self._events))
@@ -418,3 +421,12 @@ class NixlConnector(ConnectorBase):
         destroy(self._lobby)
         self._lobby = None
         self._receipts, self._events = [], []
+
+
+def _cause(error: Exception, peer: PeerId) -> Exception:
+    """Why a link is over: what broke it by name, or what nobody had thought of."""
+    if isinstance(error, LinkBroken):
+        return error.cause
+    cause = TransportError(f"T7: the link to {peer} cannot go on: {library.describe(error)}", peer=peer)
+    cause.__cause__ = error
+    return cause

@@ -164,13 +164,14 @@ class Link:
         try:
             theirs = AddressBook.of(hello.regions)
             name = self._agent.add_remote_agent(hello.agent)
+            name = name.decode() if isinstance(name, bytes) else name
         except SegmentError as error:
             raise LinkBroken(
                 TransportError(f"T2: the regions of {self.peer} are not ours to write: {error}")
             ) from error
         except Exception as error:
             raise LinkBroken(library.translate(error, "the hello names no agent of NIXL", self.peer)) from error
-        self._remote = name.decode() if isinstance(name, bytes) else name
+        self._remote = name
         self._theirs = theirs
         self._their_staging = hello.staging
         if self._mover is not None and hello.staging is not None:

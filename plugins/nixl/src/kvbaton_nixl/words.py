@@ -7,6 +7,7 @@ what is not exactly a word of ours raises :class:`~kvbaton.errors.ProtocolViolat
 from __future__ import annotations
 
 import enum
+import hashlib
 import struct
 from typing import Annotated, TypeVar
 
@@ -100,7 +101,7 @@ class Lobby(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     secret: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        return _encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Lobby:
@@ -131,7 +132,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     staging: Staging | None = None
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        return _encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -139,10 +140,23 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return _decode(data, cls)
 
 
+def _encode(value: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(value)
+    return body + _sum(body)
+
+
+def _sum(body: bytes) -> bytes:
+    """UCX crashes or hangs on an agent's address of which one byte is wrong, so damage is found before it sees it."""
+    return hashlib.blake2b(body, digest_size=8).digest()
+
+
 def _decode(data: bytes, kind: type[_T]) -> _T:
     if len(data) > MAX_HELLO:
         raise ProtocolViolation("C9.3", f"{len(data)} bytes for a {kind.__name__}: at most {MAX_HELLO} are accepted")
+    body, checksum = data[:-8], data[-8:]
+    if _sum(body) != checksum:
+        raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}, or a damaged one")
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:  # bombs are malformed bytes too
         raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}: {error}") from error
