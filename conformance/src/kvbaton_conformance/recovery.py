@@ -26,7 +26,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from typing import Any
 from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings, load, run_colocated
 from kvbaton.cli.assignments import assignments
 from kvbaton.errors import KvbatonError
-from kvbaton.hooks import hookimpl
+from kvbaton.hooks import StageLoad, hookimpl
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.leaks import holdings, left_behind
 
@@ -173,14 +173,26 @@ class _Killer(threading.Thread):
 
 
 class _Placed:
-    """Where a request is to go while pairs are tried one by one; everything else goes where it likes."""
+    """Where a request is to go while pairs are tried one by one; everything else goes where it likes.
+
+    Also what went wrong lately between stages, for whoever asks why a pair is not connected.
+    """
 
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[str, str]] = {}
+        self.faults: deque[str] = deque(maxlen=6)
 
     @hookimpl
-    def kvbaton_choose_pair(self, request: str) -> tuple[str, str] | None:
-        return self.pairs.get(request)
+    def kvbaton_choose_pair(
+        self, request: str, prefill: Sequence[StageLoad], decode: Sequence[StageLoad]
+    ) -> tuple[str, str] | None:
+        p, d = self.pairs.get(request, ("", ""))
+        offered = p in {load.name for load in prefill} and d in {load.name for load in decode}
+        return (p, d) if offered else None
+
+    @hookimpl
+    def kvbaton_fault(self, error: Exception) -> None:
+        self.faults.append(str(error))
 
 
 def play(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Result:
@@ -309,7 +321,9 @@ def _try_pairs(runtime: PDRuntime, placed: _Placed, request: Request, expected: 
                 )  # fmt: skip
                 if (record.prefill, record.decode) == (p, d):
                     break
-                require(time.monotonic() < give_up, "C6.4", f"{p} and {d} are not connected again")
+                require(
+                    time.monotonic() < give_up, "C6.4", f"{p} and {d} are not connected again", seen=list(placed.faults)
+                )
 
 
 def _check_books(runtime: PDRuntime) -> None:
