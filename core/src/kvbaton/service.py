@@ -178,6 +178,8 @@ class Service:
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._up: set[PeerId] = set()
         self._launcher: Launcher  # once ``_connected``
+        #: Lost, and not seen to have ended: until when requests wait for its successor.
+        self._dying: dict[PeerId, float] = {}
         #: Started again, and not connected to every peer yet.
         self._unconnected: set[PeerId] = set()
         #: Started again, and not heard of yet: until when they are waited for.
@@ -506,7 +508,7 @@ class Service:
         times += [by for by, _ in self._silent.values()]
         times += [pulse.due for pulse in self._pulses.values()]
         times += [held.by for held in self._held_back.values()]
-        times += self._starting.values()
+        times += (*self._starting.values(), *self._dying.values())
         return max(min(times) - time.monotonic(), 0.0)
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -550,6 +552,7 @@ class Service:
                 self._starting.pop(peer, None)
                 self._progress(f"{peer.name} is up")
                 if self._ready.done():
+                    _log.warning("%s is up again", peer.name)
                     self._pulses[peer] = _Pulse(now + self._settings.deadline.step / _BEATS)
                     self._unconnected.add(peer)
             case messages.Fatal(cause):
@@ -608,6 +611,7 @@ class Service:
         self._silent.pop(peer, None)
         self._pulses.pop(peer, None)
         self._unconnected.discard(peer)
+        self._dying.pop(peer, None)
         if not expected or handle.exit_status() or not handle.joined:
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:
@@ -653,6 +657,13 @@ class Service:
             else:
                 self._starting[peer] = math.inf  # its end says the rest
                 self._kill(peer, text)
+        for peer in [peer for peer, by in self._dying.items() if by <= now]:
+            self._dying[peer] = math.inf
+            text = (
+                f"C6.7: {peer} is lost and has not ended within deadline.startup of"
+                f" {self._settings.deadline.startup:g} s, so that it cannot be started again: a thread that hangs, say"
+            )
+            self._carry_out(self._machine.start_failed(peer.name, now, final=text), now)
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= now:
             self._carry_out(self._machine.expire(now), now)
@@ -813,6 +824,7 @@ class Service:
             return
         spec = next(spec for spec in self._specs if spec.name == name)
         self._progress(f"starting {name} again")
+        _log.warning("%s is started again; what it was doing begins again (recovery.mode)", name)
         try:
             handle = self._launcher.start(spec)
         except KvbatonError as error:
@@ -832,8 +844,10 @@ class Service:
                 self._gone.discard(peer)
                 self._expected.discard(peer)
                 self._last_words.pop(peer, None)
+                self._channels.remove(peer)
 
     def _kill(self, peer: PeerId, cause: str) -> None:
+        self._dying.setdefault(peer, time.monotonic() + self._settings.deadline.startup)
         handle = self._handles.get(peer)
         self._hooks.tell("kvbaton_peer_lost", peer=peer, cause=cause)
         if handle is not None and handle.exit_status() is None:

@@ -570,7 +570,10 @@ def test_a_request_of_which_tokens_were_delivered_fails_with_the_cause():
     desk.life("a", "output")
     desk.lose(d)
     assert (desk.end("a").ending, desk.end("a").peer) == (fx.Ending.FAILED, d)
-    assert desk.end("a").cause == f"{d} is lost: gone, after 2 tokens were delivered"
+    assert (
+        desk.end("a").cause
+        == f"{d} is lost: gone, after 2 tokens were delivered (recovery.mode = recompute would go on from them)"
+    )
     assert not desk.tells("a", fx.Requeued)
 
 

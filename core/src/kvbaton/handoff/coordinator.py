@@ -964,10 +964,11 @@ class Coordinator:
         elif left < 1:
             self._end(entry, _FINISHED, "", effects, FinishReason.LENGTH)
         elif not self._recovery.recompute:
-            self._end(entry, _FAILED, f"{cause}, after {entry.position} tokens were delivered", effects, at=at)
+            after = f"after {entry.position} tokens were delivered (recovery.mode = recompute would go on from them)"
+            self._end(entry, _FAILED, f"{cause.rstrip('.')}, {after}", effects, at=at)
         elif sampling.stop:
             why = "it cannot be recomputed: stop texts may span the tokens that were delivered"
-            self._end(entry, _FAILED, f"{cause}; {why}", effects, at=at)
+            self._end(entry, _FAILED, f"{cause.rstrip('.')}; {why}", effects, at=at)
         else:
             waiting.request = msgspec.structs.replace(
                 waiting.request,

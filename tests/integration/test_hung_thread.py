@@ -1,0 +1,38 @@
+"""A stage that hangs as a thread can neither be killed nor started again: who waits for it is told so."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from kvbaton import PDRuntime, Request, SamplingParams, load
+from kvbaton.errors import KvbatonError
+from kvbaton_conformance.scripted import ScriptedEngine
+
+
+@pytest.mark.clause("C6.7", "C6.3")
+def test_requests_wait_for_a_hung_thread_no_longer_than_a_start_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    step = ScriptedEngine._decode_step
+    monkeypatch.setattr(ScriptedEngine, "_decode_step", lambda self: step(self) if gate.wait(30) else [])
+    settings, _ = load(
+        overrides={
+            "model": "scripted:7", "engine.name": "kvbaton_conformance.scripted_plugin:plugin",
+            "transport.name": "loopback", "deadline.step": 0.5, "deadline.startup": 3.0, "deadline.shutdown": 2.0,
+        }
+    )  # fmt: skip
+    runtime = PDRuntime.start(settings)
+    try:
+        began = time.monotonic()
+        request = Request(tuple(range(8)), SamplingParams(max_tokens=4))
+        (end,) = [o for o in runtime.stream(runtime.add_request(request, "a")) if o.finished]
+        assert time.monotonic() - began < 15
+        assert "deadline.step" in str(end.error)
+        assert "no decode stage is up" in str(end.error)
+    finally:
+        gate.set()
+        with contextlib.suppress(KvbatonError):  # the stage that was lost did not end as ordered
+            runtime.close()
