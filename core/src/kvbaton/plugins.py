@@ -417,7 +417,9 @@ def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
         kinds = " and ".join(sorted(able.memory_kinds)) or "no"
         reason = f"moves {kinds} memory only, and {need.memory_kind} memory is asked for"
         remedy = (
-            "unset stages.devices or choose another transport" if need.memory_kind == "cuda" else "set stages.devices"
+            "use host memory (no stages.devices), run it where a CUDA device is visible, or choose another transport"
+            if need.memory_kind == "cuda"
+            else "set stages.devices"
         )
     elif availability.usable:
         return None

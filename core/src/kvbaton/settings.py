@@ -656,8 +656,9 @@ def reason_of(fault: ErrorDetails) -> str:
         case "string_type":
             return "must be text"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return "is a table of settings, not a single value"
-    return str(fault["msg"])
+            name = next((part for part in reversed(fault["loc"]) if isinstance(part, str)), "name")
+            return f"is a table of settings, not a single value; give them one by one: {name}.NAME=VALUE"
+    return str(fault["msg"]).removeprefix("Value error, ")
 
 
 def _closest_literal(fault: ErrorDetails) -> str:
