@@ -402,6 +402,8 @@ class World:
         self._refusals: set[TransferId] = set()
         self._pairs: dict[TransferId, tuple[PeerId, PeerId]] = {}
         self._keys: dict[RequestKey, Asked] = {}
+        #: Seconds in which somebody was waiting to be connected.
+        self._connecting = 0.0
         #: Something has happened that a stage may be given up for, or a request fail for.
         self.excused = False
         #: Stages have been connected once, so that requests have been served.
@@ -651,6 +653,9 @@ class World:
 
     def _do_time(self, seconds: float) -> bool:
         self.now += seconds
+        if any(link is Link.CONNECTING for _, _, link in self.links()):
+            self._connecting += seconds  # a slow handshake passes its deadline, and a pair is lost with it
+            self.excused = self.excused or self._connecting > 8
         if seconds >= 1:
             self.excused = self.excused or self.fair_since is None
             self._say(f"{seconds:g} s pass")
