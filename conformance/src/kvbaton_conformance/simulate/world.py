@@ -862,18 +862,17 @@ class World:
         self._start(name, seat.role)
         return True
 
+    def _transfer(self, number: int) -> TransferId | None:
+        """The latest generation of a request that is live."""
+        asked = self.asked[number] if number < len(self.asked) else None
+        return asked.generations[-1] if asked is not None and asked.generations and asked.ended is None else None
+
     def _do_compute(self, name: str, number: int) -> bool:
         """An engine fails at a request."""
-        seat = self.seats[name]
-        asked = self.asked[number] if number < len(self.asked) else None
-        if (
-            asked is None
-            or not asked.generations
-            or asked.ended is not None
-            or not isinstance(seat.engine.inner, ScriptedEngine)
-        ):
-            return False
+        seat, transfer = self.seats[name], self._transfer(number)
         engine = seat.engine.inner
+        if transfer is None or not isinstance(engine, ScriptedEngine):
+            return False
         fails = (
             engine.fail_compute
             if seat.role is Role.PREFILL
@@ -881,7 +880,7 @@ class World:
             if number % 2
             else engine.fail_import
         )
-        fails.add(asked.generations[-1])
+        fails.add(transfer)
         self.excused = self.excused or self.scenario.buffering
         self._excused.add(number)
         self._say(f"the engine of {name} is to fail at r{number}")
@@ -889,21 +888,13 @@ class World:
 
     def _do_refuse(self, name: str, number: int) -> bool:
         """An engine refuses a request in spite of its credit, once."""
-        seat = self.seats[name]
-        asked = self.asked[number] if number < len(self.asked) else None
-        if (
-            asked is None
-            or not asked.generations
-            or asked.ended is not None
-            or not isinstance(seat.engine.inner, ScriptedEngine)
-        ):
-            return False
-        transfer = asked.generations[-1]
-        if transfer in seat.engine.live:
+        seat, transfer = self.seats[name], self._transfer(number)
+        engine = seat.engine.inner
+        if transfer is None or transfer in seat.engine.live or not isinstance(engine, ScriptedEngine):
             return False
         self._refusals.add(transfer)
         self._excused.add(number)
-        seat.engine.inner.refuse = self._refuses
+        engine.refuse = self._refuses
         self._say(f"the engine of {name} is to refuse r{number}")
         return True
 
