@@ -32,6 +32,7 @@ def test_requests_wait_for_a_hung_thread_no_longer_than_a_start_may_take(monkeyp
         assert time.monotonic() - began < 15
         assert "deadline.step" in str(end.error)
         assert "no decode stage is up" in str(end.error)
+        assert "memory is held on decode-0 until it is proven quiet" in str(end.error)
     finally:
         gate.set()
         with contextlib.suppress(KvbatonError):  # the stage that was lost did not end as ordered

@@ -890,6 +890,7 @@ class Service:
             reason = "cancelled"
             error = RequestCancelled(f"request {key}: {event.cause}", request=key)
         else:
+            transfer = transfer or tracked.transfer  # one that waited again is held for by its last generation
             out = self._machine.credits_out(transfer) if transfer else (False, False)
             retained = tuple(name for name, held in zip((tracked.prefill, tracked.decode), out, strict=True) if held)
             held = f" (memory is held on {' and '.join(retained)} until it is proven quiet)" if retained else ""
