@@ -36,6 +36,7 @@ from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings,
 from kvbaton.cli.assignments import assignments
 from kvbaton.errors import KvbatonError
 from kvbaton.hooks import StageLoad, hookimpl
+from kvbaton_conformance.books import check_books, until
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.leaks import holdings, left_behind
 
@@ -217,12 +218,12 @@ def play(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Res
         finally:
             killer.stop()
         result.seconds = time.monotonic() - began
-        _until(killer.back, 60.0, "C6.4", "every stage that was killed is started again")
+        until(killer.back, 60.0, "C6.4", "every stage that was killed is started again")
         result.kills.update({name: len(pids) for name, pids in killer.killed.items() if pids})
         _try_pairs(runtime, placed, requests[0], expected[0])
         killer.look()
         killer.check()
-        _check_books(runtime)
+        check_books(runtime)
     left = left_behind(before)
     require(not left, "T10", "something is left", seen=left)
     return result
@@ -324,38 +325,6 @@ def _try_pairs(runtime: PDRuntime, placed: _Placed, request: Request, expected: 
                 require(
                     time.monotonic() < give_up, "C6.4", f"{p} and {d} are not connected again", seen=list(placed.faults)
                 )
-
-
-def _check_books(runtime: PDRuntime) -> None:
-    def settled() -> bool:
-        books = runtime.statistics()
-        own = books["coordinator"]
-        return not (own["live"] or own["waiting"] or own["transfers"]) and all(
-            not books[name]["engine"]["transfers"] for name in runtime.stages
-        )
-
-    _until(settled, 60.0, "C2.5", "every stage retires every transfer")
-    books = runtime.statistics()
-    for name in runtime.stages:
-        book, figures = books["coordinator"]["credits"][name], {**books[name]["engine"], **books[name]["transport"]}
-        out = {key: book[key] for key in ("blocks_out", "slots_out", "repeated_returns") if book[key]}
-        require(not out, "C2.5", f"credits of {name} do not balance", seen=out)
-        wanted = {
-            "transfers": 0, "blocks_used": 0, "blocks_promised": 0, "outstanding": 0, "inflight_bytes": 0,
-            "quarantined_bytes": 0, "grants": 0, "late_writes": 0, "strays": 0,
-        }  # fmt: skip
-        wrong = {key: figures[key] for key, value in wanted.items() if figures.get(key, value) != value}
-        require(not wrong, "C8.4", f"the books of {name} do not balance: these should be 0", seen=wrong)
-    lies = {key: count for key, count in books["coordinator"]["counts"].items() if key.startswith("violations")}
-    require(not lies, "C7.4", "the coordinator saw the protocol broken", seen=lies)
-
-
-def _until(condition: Callable[[], bool], seconds: float, clause: str, what: str) -> None:
-    give_up = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        require(time.monotonic() < give_up, clause, f"{what}: not so within {seconds:g} s")
-        pause.wait(0.05)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
