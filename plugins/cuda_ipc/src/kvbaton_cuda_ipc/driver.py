@@ -1,0 +1,172 @@
+"""What is asked of CUDA's driver itself: whose memory an address is, and memory that is shared between processes.
+
+By the driver's own interface (``libcuda.so.1``), so that memory of any framework will do, and so that probing loads
+neither torch nor a CUDA runtime.  Calls that concern memory act in the context that is current in the calling thread:
+:meth:`Driver.enter` makes it the device's primary one, which is the one that every framework uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbaton.errors import TransportError
+
+#: Bytes of a handle by which one process gives memory to another.
+HANDLE_BYTES = 64
+
+# CUpointer_attribute of cuda.h
+_MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 2, 9, 10, 11, 12
+_DEVICE_MEMORY = 2
+# CUipcMem_flags
+_LAZY_PEER_ACCESS = 1
+
+
+class DriverError(TransportError):
+    """A call of CUDA's driver that did not succeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What the driver knows of the memory at an address: on which device, and what was allocated there as a whole.
+
+    ``exportable``: it can be opened by another process; not so virtual memory mapped piece by piece, or a memory pool.
+    """
+
+    device: int
+    base: int
+    nbytes: int
+    exportable: bool
+
+
+class Cuda(Protocol):
+    """The driver, or what a test has in its place."""
+
+    def version(self) -> int:
+        """The newest CUDA that the driver serves, as 1000 times major plus 10 times minor."""
+
+    def devices(self) -> Sequence[bytes]:
+        """The UUIDs of the devices that this process sees, in their order; 16 bytes each."""
+
+    def reaches(self, device: int, other: int) -> bool:
+        """Whether ``device`` can address the memory of ``other``."""
+
+    def enter(self, device: int) -> None:
+        """Make the primary context of a device the calling thread's own."""
+
+    def allocation(self, address: int) -> Allocation | None:
+        """What is allocated at ``address``, ``None`` where that is no memory of a device."""
+
+    def export(self, address: int) -> bytes:
+        """A handle for the allocation at ``address``, valid while that lives; the same whenever it is asked for."""
+
+    def open(self, handle: bytes) -> int:
+        """Map another process's allocation here; where.  Each opening wants one :meth:`close`."""
+
+    def close(self, address: int) -> None:
+        """Unmap what :meth:`open` returned.  Nothing of ours may be using it."""
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Let the device's copy engine move bytes, in the order of ``stream``; device or pinned addresses."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_byte * HANDLE_BYTES)]
+
+
+class Driver:
+    """See :class:`Cuda`.  Every method raises :class:`DriverError` where the driver refuses."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
+        pointer = ctypes.c_uint64
+        library.cuMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_void_p]
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            known = self._library.cuGetErrorName(status, ctypes.byref(text)) == 0 and text.value
+            what = known.decode() if known else "an error without a name"
+            raise DriverError(f"CUDA's driver: {name} failed with {what} ({status})", status=status)
+
+    def version(self) -> int:
+        found = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(found))
+        return found.value
+
+    def devices(self) -> Sequence[bytes]:
+        count = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        found = []
+        for ordinal in range(count.value):
+            uuid = (ctypes.c_byte * 16)()
+            self._call("cuDeviceGetUuid_v2", uuid, ctypes.c_int(ordinal))
+            found.append(bytes(uuid))
+        return found
+
+    def reaches(self, device: int, other: int) -> bool:
+        if device == other:
+            return True
+        can = ctypes.c_int()
+        self._call("cuDeviceCanAccessPeer", ctypes.byref(can), ctypes.c_int(device), ctypes.c_int(other))
+        return bool(can.value)
+
+    def enter(self, device: int) -> None:
+        context = self._contexts.get(device)
+        if context is None:
+            context = ctypes.c_void_p()
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
+            self._contexts[device] = context
+        self._call("cuCtxSetCurrent", context)
+
+    def allocation(self, address: int) -> Allocation | None:
+        if self._ask(address, _MEMORY_TYPE, ctypes.c_int()) != _DEVICE_MEMORY:
+            return None
+        device = self._ask(address, _DEVICE_ORDINAL, ctypes.c_int())
+        base = self._ask(address, _RANGE_START, ctypes.c_uint64())
+        nbytes = self._ask(address, _RANGE_SIZE, ctypes.c_size_t())
+        if device is None or base is None or nbytes is None:
+            return None
+        return Allocation(device, base, nbytes, self._ask(address, _IPC_CAPABLE, ctypes.c_int()) == 1)
+
+    def _ask(self, address: int, attribute: int, value: ctypes.c_int | ctypes.c_uint64 | ctypes.c_size_t) -> int | None:
+        status = self._library.cuPointerGetAttribute(
+            ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_uint64(address)
+        )
+        return None if status else int(value.value)
+
+    def export(self, address: int) -> bytes:
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        status = self._library.cuMemcpyAsync(target, source, nbytes, stream)
+        if status:
+            self._check("cuMemcpyAsync", status)
+
+
+@functools.cache
+def load() -> Driver | None:
+    """The driver, ``None`` where there is none, or none that finds a device."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return Driver(library) if library.cuInit(0) == 0 else None

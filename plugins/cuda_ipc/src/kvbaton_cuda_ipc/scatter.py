@@ -1,0 +1,201 @@
+"""One launch moves any number of runs of bytes, each from an address to an address.
+
+A *table* names the runs: three columns of 64-bit integers, source address, target address, length in bytes.  Whoever
+makes it (:func:`plan`) cuts what is long into pieces, so that no program has more to do than another, and sorts what
+is aligned to 16 bytes at both ends before what is not: the former moves in vectors of 16 bytes, the latter byte by
+byte.  Of a run whose two ends are equally far from alignment only the few bytes before and after go by themselves.
+
+A program takes a tile, so many rows and so many bytes of each; tiles for long and for short runs are compiled apart.
+The number of programs is whatever the launch has: each takes every so manieth tile, and reads its rows of the table
+one tile ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton
+import triton.language as tl
+
+Column = npt.NDArray[np.int64]
+
+#: Bytes of a vector access; what both addresses and the length must be multiples of.
+ALIGNED = 16
+#: Rows of a tile, and 64-bit words of each: all have 16 KiB.
+TILES = ((1, 2048), (4, 512), (16, 128))
+#: A long run is cut into pieces of at least and at most this many bytes, powers of two.
+MIN_PIECE, MAX_PIECE = 1 << 14, 1 << 18
+#: What is not aligned is cut into pieces of this many bytes.
+NARROW_PIECE = 1 << 12
+#: Pieces that a program should get, so that all end at about the same time.
+_SHARE = 4
+_WARPS = 8
+_NARROW_ROWS, _NARROW_BYTES = 16, 128
+
+
+@triton.jit(do_not_specialize=["rows", "wide", "per", "piece"])  # type: ignore[untyped-decorator,unused-ignore]
+def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads this
+    table,
+    rows,
+    wide,
+    per,
+    piece,
+    tile_rows: tl.constexpr,
+    tile_words: tl.constexpr,
+    narrow_rows: tl.constexpr,
+    narrow_bytes: tl.constexpr,
+):
+    """``table``: three columns of ``rows``.  The first ``wide`` are aligned; each of them is cut into ``per`` pieces of
+    ``piece`` bytes, the last one maybe shorter or empty."""
+    first = tl.program_id(0)
+    programs = tl.num_programs(0)
+
+    # -- aligned: vectors of 16 bytes.  Names are used once, for the compiler's sake
+    word = tl.arange(0, tile_words)
+    if tile_rows == 1:  # long runs, each in `per` pieces
+        items = wide * per
+        index = first // per
+        source = tl.load(table + index, mask=first < items, other=0)
+        target = tl.load(table + rows + index, mask=first < items, other=0)
+        length = tl.load(table + 2 * rows + index, mask=first < items, other=0)
+        for item in range(first, items, programs):
+            ahead = item + programs
+            next_index = ahead // per
+            next_source = tl.load(table + next_index, mask=ahead < items, other=0)
+            next_target = tl.load(table + rows + next_index, mask=ahead < items, other=0)
+            next_length = tl.load(table + 2 * rows + next_index, mask=ahead < items, other=0)
+            skip = (item % per).to(tl.int64) * piece
+            left = tl.minimum(tl.maximum(length - skip, 0), piece).to(tl.int32)
+            words = tl.multiple_of(left // 16 * 2, 2)
+            reads = tl.multiple_of((source + skip).to(tl.pointer_type(tl.int64)), 16)
+            writes = tl.multiple_of((target + skip).to(tl.pointer_type(tl.int64)), 16)
+            for begin in range(0, words, tile_words):
+                at = begin + word
+                values = tl.load(reads + at, mask=at < words)
+                tl.store(writes + at, values, mask=at < words)
+            source, target, length = next_source, next_target, next_length
+    else:  # short runs, several at a time
+        row = first * tile_rows + tl.arange(0, tile_rows)
+        sources = tl.load(table + row, mask=row < wide, other=0)
+        targets = tl.load(table + rows + row, mask=row < wide, other=0)
+        lengths = tl.load(table + 2 * rows + row, mask=row < wide, other=0)
+        for start in range(first * tile_rows, wide, programs * tile_rows):
+            rows_ahead = start + programs * tile_rows + tl.arange(0, tile_rows)
+            next_sources = tl.load(table + rows_ahead, mask=rows_ahead < wide, other=0)
+            next_targets = tl.load(table + rows + rows_ahead, mask=rows_ahead < wide, other=0)
+            next_lengths = tl.load(table + 2 * rows + rows_ahead, mask=rows_ahead < wide, other=0)
+            row_words = tl.multiple_of(lengths.to(tl.int32) // 16 * 2, 2)
+            from_rows = tl.multiple_of(sources.to(tl.pointer_type(tl.int64)), 16)
+            to_rows = tl.multiple_of(targets.to(tl.pointer_type(tl.int64)), 16)
+            for begin in range(0, tl.max(row_words, 0), tile_words):
+                place = begin + word[None, :]
+                inside = place < row_words[:, None]
+                tl.store(to_rows[:, None] + place, tl.load(from_rows[:, None] + place, mask=inside), mask=inside)
+            sources, targets, lengths = next_sources, next_targets, next_lengths
+
+    # -- the rest: bytes
+    for start in range(wide + first * narrow_rows, rows, programs * narrow_rows):
+        which = start + tl.arange(0, narrow_rows)
+        origin = tl.load(table + which, mask=which < rows, other=0)
+        goal = tl.load(table + rows + which, mask=which < rows, other=0)
+        size = tl.load(table + 2 * rows + which, mask=which < rows, other=0).to(tl.int32)
+        from_bytes = origin.to(tl.pointer_type(tl.int8))
+        to_bytes = goal.to(tl.pointer_type(tl.int8))
+        for begin in range(0, tl.max(size, 0), narrow_bytes):
+            byte = begin + tl.arange(0, narrow_bytes)[None, :]
+            within = byte < size[:, None]
+            tl.store(to_bytes[:, None] + byte, tl.load(from_bytes[:, None] + byte, mask=within), mask=within)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one launch does: ``table``, int64 ``[3, rows]``, and how the kernel has to read it.
+
+    The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of ``piece`` bytes by tiles of
+    ``tile_rows`` rows.  ``programs``: how many the launch should have.
+    """
+
+    table: npt.NDArray[np.int64]
+    wide: int
+    per: int
+    piece: int
+    tile_rows: int
+    programs: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.table.shape[1])
+
+
+def plan(source: Column, target: Column, length: Column, programs: int) -> Plan:
+    """A launch that copies ``length`` bytes from each address of ``source`` to the one of ``target`` at its index.
+
+    ``programs``: how many there may be at most.  Lengths are positive, target ranges do not overlap, and there is at
+    least one.  Nothing here depends on what the addresses mean.
+    """
+    columns: tuple[Column, ...] = (source, target, length)
+    odd = int(np.bitwise_or.reduce(source) | np.bitwise_or.reduce(target) | np.bitwise_or.reduce(length)) % ALIGNED
+    narrow: tuple[Column, ...] | None = None
+    if odd:
+        columns, narrow = _sort(source, target, length)
+    count = len(columns[0])
+    total = int(columns[2].sum())
+    longest = int(columns[2].max(initial=0))
+    piece, per, tile_rows = MIN_PIECE, 1, 1
+    if longest > MIN_PIECE:
+        piece = min(MAX_PIECE, max(MIN_PIECE, 1 << (total // (programs * _SHARE)).bit_length()))
+        per = -(-longest // piece)
+        if per > 1 and per * count > 2 * (total // piece + count):  # very unequal: most pieces would be empty
+            columns, per = _cut(columns, piece), 1
+            count = len(columns[0])
+    elif count:
+        tile_rows = next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
+    tiles = -(-count * per // tile_rows)
+    rows = count
+    if narrow is not None:
+        rows += len(narrow[0])
+        tiles = max(tiles, -(-len(narrow[0]) // _NARROW_ROWS))
+    table = np.empty((3, rows), np.int64)
+    for line, column in zip(table, columns, strict=True):
+        line[:count] = column
+    if narrow is not None:
+        for line, column in zip(table, narrow, strict=True):
+            line[count:] = column
+    return Plan(table, count, per, piece, tile_rows, max(1, min(programs, tiles)))
+
+
+def _sort(source: Column, target: Column, length: Column) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
+    """The aligned middles of runs whose ends are equally far from alignment, and everything else in short pieces."""
+    alike = (source - target) % ALIGNED == 0
+    before = np.where(alike, np.minimum(-source % ALIGNED, length), length)
+    middle = (length - before) // ALIGNED * ALIGNED
+    after = length - before - middle
+    end = before + middle
+    narrow = tuple(np.concatenate(parts) for parts in ((source, source + end), (target, target + end), (before, after)))
+    some, kept = middle > 0, narrow[2] > 0
+    return (
+        ((source + before)[some], (target + before)[some], middle[some]),
+        _cut(tuple(column[kept] for column in narrow), NARROW_PIECE),
+    )
+
+
+def _cut(columns: tuple[Column, ...], piece: int) -> tuple[Column, ...]:
+    """The same bytes in rows of at most ``piece`` bytes."""
+    source, target, length = columns
+    pieces = -(-length // piece)
+    if int(pieces.max(initial=1)) <= 1:
+        return columns
+    index = np.arange(len(length)).repeat(pieces)
+    skip = (np.arange(len(index)) - (pieces.cumsum() - pieces)[index]) * piece
+    return source[index] + skip, target[index] + skip, np.minimum(length[index] - skip, piece)
+
+
+def arguments(plan: Plan, table: Any) -> tuple[Any, ...]:
+    """What the kernel is called with; ``table``: the plan's, where the device reads it."""
+    words = dict(TILES)[plan.tile_rows]
+    return (
+        table, plan.rows, plan.wide, plan.per, plan.piece, plan.tile_rows, words, _NARROW_ROWS, _NARROW_BYTES
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""The kernel in Triton's interpreter, against numpy; and the plans that it follows."""
+
+import importlib.util
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture(scope="module")
+def scatter():
+    """The module once more, made for the interpreter, whatever device is here."""
+    found = importlib.util.find_spec("kvbaton_cuda_ipc.scatter")
+    spec = importlib.util.spec_from_file_location("interpreted_scatter", found.origin)
+    module = importlib.util.module_from_spec(spec)
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[spec.name]
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+class Runs:
+    """Runs of bytes in two pools: lengths, and where they are in either."""
+
+    def __init__(self, lengths, reads, writes, size):
+        self.length = np.array(lengths, np.int64)
+        self.reads, self.writes = np.array(reads, np.int64), np.array(writes, np.int64)
+        self.source = np.random.default_rng(7).integers(0, 128, size, np.uint8)
+        self.target = np.full(size, 200, np.uint8)
+
+    def expected(self):
+        target = self.target.copy()
+        for read, write, length in zip(self.reads, self.writes, self.length, strict=True):
+            target[write : write + length] = self.source[read : read + length]
+        return target
+
+    def columns(self):
+        return self.source.ctypes.data + self.reads, self.target.ctypes.data + self.writes, self.length
+
+
+def packed(lengths, gaps, order, grain):
+    """Offsets of runs that lie in ``order``, with gaps between them."""
+    offsets, at = [0] * len(lengths), 0
+    for which, gap in zip(order, gaps, strict=True):
+        at += gap * grain
+        offsets[which] = at
+        at += lengths[which]
+    return offsets, at
+
+
+@st.composite
+def runs(draw):
+    grain = draw(st.sampled_from([1, 2, 4, 8, 16, 16]))
+    longest = draw(st.sampled_from([40, 700, 5000, 40000]))
+    count = draw(st.integers(1, 24 if longest > 1000 else 60))
+    lengths = [grain * -(-draw(st.integers(1, longest)) // grain) for _ in range(count)]
+    if draw(st.booleans()):
+        lengths = [lengths[0]] * count
+    sides = [
+        packed(
+            lengths,
+            draw(st.lists(st.integers(0, 20), min_size=count, max_size=count)),
+            draw(st.permutations(range(count))),
+            grain,
+        )
+        for _ in range(2)
+    ]
+    return Runs(lengths, sides[0][0], sides[1][0], max(end for _, end in sides) + 64)
+
+
+def run(scatter, given, programs):
+    plan = scatter.plan(*given.columns(), programs)
+    assert 1 <= plan.programs <= programs
+    scatter._scatter[(plan.programs,)](*scatter.arguments(plan, torch.from_numpy(plan.table)))
+    return plan
+
+
+@pytest.mark.clause("T3")
+@given(given_runs=runs(), programs=st.integers(1, 9))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_every_byte_goes_where_it_should_and_no_other_changes(scatter, given_runs, programs):
+    expected = given_runs.expected()
+    run(scatter, given_runs, programs)
+    assert np.array_equal(given_runs.target, expected)
+
+
+@pytest.mark.clause("T3")
+@given(given_runs=runs(), programs=st.integers(1, 600))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_a_plan_covers_every_byte_once(scatter, given_runs, programs):
+    """By its own rows: what the kernel makes of one is looked at above."""
+    plan = scatter.plan(*given_runs.columns(), programs)
+    source, target, length = plan.table
+    assert (length > 0).all()
+    assert length.sum() == given_runs.length.sum()
+    wide = slice(plan.wide)
+    assert not (np.bitwise_or.reduce(plan.table[:, wide], axis=1) % 16).any()
+    assert (length[plan.wide :] <= scatter.NARROW_PIECE).all()
+    assert (length[wide] <= plan.per * plan.piece).all() or plan.tile_rows > 1
+    moves = {int(to): int(start) for to, start in zip(given_runs.columns()[1], given_runs.columns()[0], strict=True)}
+    starts = sorted(moves)
+    at = np.searchsorted(starts, target, side="right") - 1
+    shift = np.array([moves[start] - start for start in starts])[at]
+    assert np.array_equal(source - target, shift)
+    order = np.argsort(target)
+    assert (target[order][1:] >= (target + length)[order][:-1]).all()
+
+
+@pytest.mark.clause("T3")
+def test_offsets_beyond_32_bits_are_kept(scatter):
+    """Addresses of a pool of many GiB, and one run that is longer than 4 GiB."""
+    base = 1 << 45
+    source = np.array([base, base + (11 << 30)], np.int64)
+    length = np.array([(9 << 30) + 48, 1 << 30], np.int64)
+    plan = scatter.plan(source, source + (1 << 40), length, 528)
+    assert plan.piece == scatter.MAX_PIECE
+    assert int(plan.table[2].sum()) == int(length.sum())
+    assert (plan.table[1] - plan.table[0] == 1 << 40).all()
+    assert plan.table[2].max() <= plan.per * plan.piece
+
+
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize(
+    "lengths", [[64 << 20] + [16] * 65535, [16] * 65535 + [1 << 29, 1 << 28], [4096] * 65536, [1 << 30]]
+)
+def test_unequal_runs_are_cut_into_even_pieces(scatter, lengths):
+    """Whatever the lengths, there are not many more pieces than bytes ask for, and none is much larger than others."""
+    length = np.array(lengths, np.int64)
+    offset = np.concatenate(([0], length[:-1].cumsum()))
+    plan = scatter.plan(offset + (1 << 40), offset + (1 << 41), length, 528)
+    pieces = plan.wide * plan.per
+    total = int(length.sum())
+    assert pieces <= 2 * (total // scatter.MIN_PIECE + len(lengths))
+    assert plan.rows <= total // scatter.MIN_PIECE + len(lengths)
+
+
+def test_alike_misaligned_ends_move_in_vectors(scatter):
+    """Only the bytes before and after alignment go by themselves."""
+    start = np.array([(1 << 40) + 5], np.int64)
+    plan = scatter.plan(start, start + (1 << 30), np.array([100_000], np.int64), 64)
+    assert plan.wide == 1
+    assert sorted(plan.table[2].tolist()) == [5, 11, 99_984]
