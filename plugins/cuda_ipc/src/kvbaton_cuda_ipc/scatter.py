@@ -199,3 +199,8 @@ def arguments(plan: Plan, table: Any) -> tuple[Any, ...]:
     return (
         table, plan.rows, plan.wide, plan.per, plan.piece, plan.tile_rows, words, _NARROW_ROWS, _NARROW_BYTES
     )  # fmt: skip
+
+
+def launch(plan: Plan, table: Any) -> Any:
+    """On the current stream, by way of Triton's compiler.  Returns what it compiled, or had."""
+    return _scatter[(plan.programs,)](*arguments(plan, table), num_warps=_WARPS)
