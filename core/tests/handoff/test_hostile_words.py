@@ -154,6 +154,23 @@ class Bedlam:
         if draw.random() < 0.01:
             self.come(draw.choice(list(NAMES)))
 
+    def check(self) -> None:
+        assert max(self.ends.values(), default=0) <= 1, "C1.1: an outcome is told once"
+        for view in self.c.peers():
+            assert 0 <= view.slots_out <= view.slots, view
+            assert 0 <= view.blocks_out <= view.blocks, view
+
+    def end(self) -> None:
+        """All over, by force: nothing is kept."""
+        self.take(self.c.fatal("enough", self.now))
+        for role in (Role.PREFILL, Role.DECODE):
+            for view in self.c.peers():
+                if view.role is role:
+                    self.take(self.c.peer_joined(view.peer, self.now))
+        assert self.ends == Counter(self.submitted), "each request has had its end"
+        assert (len(self.c), self.c.live, self.c.waiting, self.c.peers()) == (0, 0, 0, ())
+        assert self.c.closed
+
 
 @pytest.mark.clause("C1.2", "C1.4", "C2.5", "C7.4", "C9.3", "T12")
 @pytest.mark.parametrize(
@@ -165,19 +182,9 @@ def test_no_word_brings_the_coordinator_down(recovery: Recovery) -> None:
     for number in range(WORDS // 3):
         bedlam.turn()
         if number % 500 == 0:
-            assert max(bedlam.ends.values(), default=0) <= 1, "C1.1: an outcome is told once"
-            for view in bedlam.c.peers():
-                assert 0 <= view.slots_out <= view.slots, view
-                assert 0 <= view.blocks_out <= view.blocks, view
+            bedlam.check()
     assert len(bedlam.said) == 16
     assert bedlam.reached["received"] > 100, "they get far enough to be disturbed everywhere"
     assert bedlam.done["Violation"] > 500
     assert bedlam.done["Ignored"] > 500
-    bedlam.take(bedlam.c.fatal("enough", bedlam.now))
-    for role in (Role.PREFILL, Role.DECODE):
-        for view in bedlam.c.peers():
-            if view.role is role:
-                bedlam.take(bedlam.c.peer_joined(view.peer, bedlam.now))
-    assert bedlam.ends == Counter(bedlam.submitted), "each request has had its end"
-    assert (len(bedlam.c), bedlam.c.live, bedlam.c.waiting, bedlam.c.peers()) == (0, 0, 0, ())
-    assert bedlam.c.closed
+    bedlam.end()
