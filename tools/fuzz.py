@@ -88,7 +88,8 @@ def hello() -> Callable[[bytes], None]:
 def places() -> Callable[[bytes], None]:
     """Where a packed part's segments lie: no more of them than bytes, or a SegmentError."""
     from kvbaton.errors import SegmentError
-    from kvbaton_nixl.descriptors import decode_places
+    from kvbaton.segments import Segments
+    from kvbaton_nixl.descriptors import decode_places, encode_places
 
     def check(data: bytes) -> None:
         try:
@@ -96,6 +97,8 @@ def places() -> Callable[[bytes], None]:
         except SegmentError:
             return
         assert 0 <= len(read) <= max(len(data) // 4, 1)
+        again = decode_places(encode_places(read) if isinstance(read, Segments) else data)
+        assert len(again) == len(read)
 
     return check
 
