@@ -9,7 +9,8 @@
 
 A benchmark is a module ``pN_name.py`` beside this file with ``run() -> list of rows``; a row has ``id``, ``case``,
 ``value``, ``unit``, ``target``, ``ok`` (None: no target), and ``better`` (``higher`` where it is not stated), and
-whatever else stands behind the value.  One that cannot run here raises: it is reported, the others run, and the exit
+whatever else stands behind the value.  It may draw a picture of its own, ``picture(rows, path)``, which ``--save``
+keeps as ``results/FILE.svg``.  One that cannot run here raises: it is reported, the others run, and the exit
 status is 1; or 3 where all that could not be measured wants something that is not here, such as a CUDA device.  A
 target that was missed changes no exit status: a figure is no test.
 
@@ -217,7 +218,11 @@ def plot(results: list[Result], path: Path) -> None:
 
 def keep(results: list[Result]) -> None:
     RESULTS.mkdir(exist_ok=True)
+    files = benchmarks()
     for result in results:
+        module = sys.modules[files[result["id"]].stem]
+        if hasattr(module, "picture"):
+            module.picture(result["rows"], RESULTS / f"{module.__name__}.svg")
         (RESULTS / f"{result.get('file', result['id'])}.json").write_text(json.dumps(result, indent=1) + "\n")
     kept = [json.loads(file.read_text()) for file in RESULTS.glob("P*.json")]
     kept.sort(key=lambda result: (_number(result["id"]), result.get("file", "")))

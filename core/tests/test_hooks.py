@@ -13,6 +13,7 @@ from kvbaton.hooks import HOOKS, Hooks, Specifications, StageLoad, hookimpl
 
 PREFILL = (StageLoad("prefill-0", 0, 10, 2), StageLoad("prefill-1", 1, 10, 2))
 DECODE = (StageLoad("decode-0", 0, 10, 2),)
+PAIRS = [("prefill-0", "decode-0"), ("prefill-1", "decode-0")]
 
 
 class Observer:
@@ -36,7 +37,7 @@ def milestone(hooks: Hooks, name: str = "received") -> None:
 
 
 def choose(hooks: Hooks) -> tuple[str, str] | None:
-    return hooks.choose_pair("a", 7, PREFILL, DECODE)
+    return hooks.choose_pair("a", range(7), PREFILL, DECODE, PAIRS)
 
 
 def test_every_hook_says_when_it_runs():

@@ -40,12 +40,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What a routing policy sees of one stage: its name, live transfers on it, and the credits that are left (C2.4)."""
+    """What a routing policy sees of one stage: its name, live transfers on it, and the credits that are left (C2.4).
+
+    ``epoch``: which life of it this is (C1.4); another one has another cache.  ``load``: how much of it is promised, 0
+    to 1, by the scarcer of blocks and slots.  ``block_tokens``: tokens per block, the unit in which prompts are shared.
+    """
 
     name: str
     transfers: int
     blocks_free: int
     slots_free: int
+    epoch: int = 0
+    load: float = 0.0
+    block_tokens: int = 1
 
 
 class Specifications:
@@ -57,11 +64,20 @@ class Specifications:
 
     @hookspec
     def kvbaton_milestone(
-        self, transfer: TransferId, request: RequestKey, stage: str, milestone: str, at: float
+        self,
+        transfer: TransferId,
+        request: RequestKey,
+        stage: str,
+        milestone: str,
+        at: float,
+        peer: PeerId | None,
+        prefix: int,
     ) -> None:
         """A transfer reached ``milestone`` (of :class:`~kvbaton.handoff.table.Milestones`), as ``stage`` knows.
 
-        Runs once for each milestone of a transfer, when the coordinator learns of it.
+        Runs once for each milestone of a transfer, when the coordinator learns of it.  ``peer`` is the stage with its
+        epoch, None where the coordinator itself knows.  ``prefix``: how many prompt tokens the stage had held before:
+        D with ``reserved``, P with ``committed``; 0 with all others.
         """
 
     @hookspec
@@ -106,12 +122,25 @@ class Specifications:
 
     @hookspec(firstresult=True)
     def kvbaton_choose_pair(
-        self, request: RequestKey, prompt_tokens: int, prefill: Sequence[StageLoad], decode: Sequence[StageLoad]
+        self,
+        request: RequestKey,
+        prompt_tokens: int,
+        prefill: Sequence[StageLoad],
+        decode: Sequence[StageLoad],
+        prompt: Sequence[int],
+        pairs: Sequence[tuple[str, str]],
     ) -> tuple[str, str] | None:
-        """Which prefill and decode stage a request gets, as a pair of names out of the candidates.
+        """Which prefill and decode stage a request gets, as a pair of names: one of ``pairs``.
 
-        Runs when a request is about to be admitted; every candidate is up and has the credits it needs.  ``None``
-        leaves the choice to the next policy and at last to kvbaton (the least loaded).  The first answer counts.
+        Runs when a request is about to be admitted; both stages of every pair are up, connected to each other and have
+        the credits that the request needs.  The candidates may have been narrowed further: of a request that lost a
+        generation with a stage or a connection, only pairs with the stage that is left are offered, or all but the pair
+        whose connection broke, where there are such.  ``prefill`` and ``decode`` are the stages that occur in
+        ``pairs``; not every combination of them need be one.  ``prompt``: what is to be prefilled; after a
+        recomputation it ends with tokens that were delivered already.
+
+        ``None`` leaves the choice to the next policy and at last to kvbaton (the least loaded).  The first answer
+        counts.  :class:`kvbaton.routing.PrefixAware` is a policy over this hook; it is asked last.
         """
 
 
@@ -189,18 +218,25 @@ class Hooks:
             self._call(hook, implementation, facts)
 
     def choose_pair(
-        self, request: RequestKey, prompt_tokens: int, prefill: Sequence[StageLoad], decode: Sequence[StageLoad]
+        self,
+        request: RequestKey,
+        prompt: Sequence[int],
+        prefill: Sequence[StageLoad],
+        decode: Sequence[StageLoad],
+        pairs: Sequence[tuple[str, str]],
     ) -> tuple[str, str] | None:
         """The first policy's choice; None where none has one.  A policy that raises or names no candidate has none."""
-        facts = {"request": request, "prompt_tokens": prompt_tokens, "prefill": prefill, "decode": decode}
+        facts = {
+            "request": request, "prompt_tokens": len(prompt), "prompt": prompt, "prefill": prefill, "decode": decode,
+            "pairs": pairs,
+        }  # fmt: skip
         for implementation in self._implementations("kvbaton_choose_pair"):
             choice = self._call("kvbaton_choose_pair", implementation, facts)
             if choice is None:
                 continue
-            known = {(p.name, d.name) for p in prefill for d in decode}
             try:
                 pair = tuple(choice)
-                if pair in known:
+                if pair in pairs:
                     return pair[0], pair[1]
             except TypeError:  # not a pair, or of things that cannot be compared with names
                 pass

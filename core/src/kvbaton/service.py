@@ -52,6 +52,7 @@ from kvbaton.launch import Launcher, StageHandle, StageSpec
 from kvbaton.launch.pinning import pin
 from kvbaton.plugins import choose_placement
 from kvbaton.records import RequestOutput, RequestRecord, StageState
+from kvbaton.routing import policy
 from kvbaton.settings import Settings
 from kvbaton.stage.worker import forget_given, stage_specs
 
@@ -144,6 +145,10 @@ class Service:
         self._show = progress
         self._connect = connect
         self._specs = specs
+        #: The built-in policy behind ``routing.policy``, an observer like any other.
+        self._policy = policy(settings.routing)
+        if self._policy is not None:
+            hooks.add(self._policy, f"kvbaton.routing:{settings.routing.policy}")
         limits, deadline = settings.limits, settings.deadline
         self._machine = Coordinator(
             Limits(waiting=limits.waiting, passes=limits.passes, retries=limits.retries),
@@ -921,7 +926,7 @@ class Service:
         stage = reached.peer.name if reached.peer else "coordinator"
         self._hooks.tell(
             "kvbaton_milestone", transfer=reached.transfer, request=reached.key, stage=stage,
-            milestone=reached.milestone, at=now,
+            milestone=reached.milestone, at=now, peer=reached.peer, prefix=reached.prefix,
         )  # fmt: skip
         tracked = self._tracked.get(reached.key)
         if tracked is None or tracked.transfer != reached.transfer:
@@ -947,12 +952,16 @@ class Service:
         if self._hooks:
             views = {view.peer: view for view in self._machine.peers()}
             loads = {
-                peer: StageLoad(peer.name, v.transfers, v.blocks - v.blocks_out, v.slots - v.slots_out)
+                peer: StageLoad(
+                    peer.name, v.transfers, v.blocks - v.blocks_out, v.slots - v.slots_out, peer.epoch, v.load,
+                    v.block_tokens,
+                )
                 for peer, v in views.items()
-            }
+            }  # fmt: skip
             prefill = [loads[p] for p in dict.fromkeys(pair.prefill for pair in pairs)]
             decode = [loads[d] for d in dict.fromkeys(pair.decode for pair in pairs)]
-            choice = self._hooks.choose_pair(key, len(request.prompt), prefill, decode)
+            names = [(pair.prefill.name, pair.decode.name) for pair in pairs]
+            choice = self._hooks.choose_pair(key, request.prompt, prefill, decode, names)
             for pair in pairs:
                 if choice == (pair.prefill.name, pair.decode.name):
                     return pair
@@ -966,6 +975,7 @@ class Service:
             "transfers": len(self._machine),
             "counts": dict(self._counts),
             "dropped": {f"{family}_{reason}": count for (family, reason), count in dropped.items()},
+            "routing": {} if self._policy is None else dict(self._policy.statistics()),
             "credits": {
                 view.peer.name: {
                     "blocks_out": view.blocks_out,

@@ -183,6 +183,20 @@ class LimitsSettings(_Group):
     """Memory of a stage that may be held because nobody can prove it quiet; beyond that the stage stops (T8)."""
 
 
+class RoutingSettings(_Group):
+    """Which pair of stages a request gets."""
+
+    policy: Literal["least-loaded", "prefix-aware"] = "least-loaded"
+    """`least-loaded`: the pair with the least load. `prefix-aware`: among pairs within `imbalance` the one that holds
+    most of the prompt's beginning: D need not be sent it, P need not compute it. A policy of your own is a hook,
+    `kvbaton_choose_pair`, and is asked before either."""
+    imbalance: Annotated[float, Field(ge=0, le=2)] = 0.5
+    """`prefix-aware`: by how much the load of the chosen pair may exceed the least there is, as the share of a stage's
+    capacity, prefill and decode stage added up; 0: only equals are told apart."""
+    entries: Count = 65536
+    """`prefix-aware`: blocks of prompts remembered for each stage, the longest unused being forgotten first."""
+
+
 class RecoverySettings(_Group):
     """What becomes of the service when a stage dies or a connection breaks."""
 
@@ -307,6 +321,8 @@ class Settings(_Group):
     """Bounds on what may pile up."""
     deadline: DeadlineSettings = DeadlineSettings()
     """How long each phase may take, in seconds."""
+    routing: RoutingSettings = RoutingSettings()
+    """Which pair of stages a request gets."""
     recovery: RecoverySettings = RecoverySettings()
     """What becomes of the service when a stage dies."""
     pump: PumpSettings = PumpSettings()

@@ -132,6 +132,8 @@ class PeerView(msgspec.Struct, frozen=True):
     slots: int
     repeated_returns: int
     connected: tuple[PeerId, ...]
+    load: float
+    block_tokens: int
 
 
 class _Peer:
@@ -376,7 +378,7 @@ class Coordinator:
             PeerView(
                 p.id, p.role, p.status, p.draining, len(p.entries), p.ledger.blocks_out, p.ledger.capacity.blocks,
                 p.ledger.slots_out, p.ledger.capacity.transfer_slots, p.ledger.repeated,
-                tuple(sorted(p.connected - p.down)),
+                tuple(sorted(p.connected - p.down)), p.ledger.load, p.ledger.capacity.block_tokens,
             )
             for p in self._peers.values()
         )  # fmt: skip
