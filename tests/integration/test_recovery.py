@@ -8,13 +8,15 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
 from kvbaton.connector import Need
 from kvbaton.errors import KvbatonError, TransferFailed
+from kvbaton.hooks import hookimpl
+from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
 from kvbaton_conformance.recovery import SCRIPTED, Plan, play
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
@@ -22,13 +24,13 @@ from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
 MODEL = scripted_model("scripted:7", ScriptedOptions())
 
 
-def start(transport: str, **more: object) -> PDRuntime:
+def start(transport: str, hooks: Sequence[object] = (), **more: object) -> PDRuntime:
     base: dict[str, object] = {
         "model": "scripted:7", "engine.name": "kvbaton_conformance.scripted_plugin:plugin", "transport.name": transport,
         "stages.launch": "process", "stages.prefill": 2, "stages.decode": 2, "deadline.step": 10.0,
     }  # fmt: skip
     return PDRuntime.start(
-        load(overrides={**base, **{key.replace("__", "."): value for key, value in more.items()}})[0]
+        load(overrides={**base, **{key.replace("__", "."): value for key, value in more.items()}})[0], hooks=hooks
     )
 
 
@@ -101,6 +103,48 @@ def test_with_recovery_off_a_death_ends_its_requests_and_is_final(runtime: PDRun
     assert "SIGKILL" in str(told.error)
     later = record(runtime, runtime.add_request(request(2), "b"))
     assert "no decode stage is up" in str(later.error)
+
+
+class _Faults:
+    """What went wrong, and which stages were lost for what."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.lost: list[tuple[str, str]] = []
+
+    @hookimpl
+    def kvbaton_fault(self, error: Exception) -> None:
+        self.told.append(str(error))
+
+    @hookimpl
+    def kvbaton_peer_lost(self, peer: PeerId, cause: str) -> None:
+        self.lost.append((peer.name, cause))
+
+
+@pytest.mark.clause("C6.2", "C6.4", "C6.7", "A1")
+@pytest.mark.parametrize("transport", ["example_shm", "nixl"])
+def test_a_handshake_that_takes_too_long_does_not_end_the_service(transport: str) -> None:
+    """The only decode stage stands still while the only prefill stage comes back: both live then, and are not
+    connected."""
+    if not _usable(transport):
+        pytest.skip(f"{transport} cannot be used here")
+    seen = _Faults()
+    with start(
+        transport, hooks=[seen], stages__prefill=1, stages__decode=1, deadline__connect=3.0, deadline__control=1.0,
+        control__heartbeat=60.0, deadline__step=60.0,
+    ) as runtime:
+        prefill, decode = (runtime.stage(name).pid for name in runtime.stages)
+        os.kill(decode, signal.SIGSTOP)
+        os.kill(prefill, signal.SIGKILL)
+        until(lambda: any("could not connect" in fault for fault in seen.told), "the handshake is given up")
+        os.kill(decode, signal.SIGCONT)
+        for n in range(3):
+            told = record(runtime, runtime.add_request(request(n), str(n)))
+            assert told.error is None
+            assert told.token_ids == MODEL.generate(request(n))[0]
+        until(lambda: books_balance(runtime), "C2.5: every credit is back")
+        names = [name for name, cause in seen.lost if "connection" in cause]
+        assert len(names) == 1, seen.lost
 
 
 @pytest.mark.clause("A1", "C2.5", "C6.2", "C6.3", "C6.4", "C8.4", "T10")

@@ -7,6 +7,7 @@ of its stages, whichever it is and whatever it does, a SIGKILL.  What has to hol
   cause that names a stage that was killed, or says that none was left (C6.3); none hangs;
 - what was delivered of a failed request is the beginning of its right answer (C5.2);
 - each stage has had one process more than it was killed times: nobody else's was touched, and each came back (C6.4);
+  but for those that the coordinator itself ends, saying so, to mend a connection that broke between two that live;
 - afterwards a request over every pair of stages is answered rightly, and all books balance (C2.5, C8.4);
 - closing ends every process, and nothing is left (C6.2, T10).
 
@@ -36,6 +37,7 @@ from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings,
 from kvbaton.cli.assignments import assignments
 from kvbaton.errors import KvbatonError
 from kvbaton.hooks import StageLoad, hookimpl
+from kvbaton.identity import PeerId
 from kvbaton_conformance.books import check_books, until
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.leaks import holdings, left_behind
@@ -99,6 +101,8 @@ class Result:
     #: Failures by their cause, without names and numbers.
     failed: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
+    #: Stages that were ended and started again because one of their connections was down.
+    mended: Counter[str] = field(default_factory=Counter)
     generations: int = 0
     seconds: float = 0.0
     #: The longest time from a request's start to its end.
@@ -110,6 +114,7 @@ class Result:
         kills = ", ".join(f"{name} {count}" for name, count in sorted(self.kills.items()))
         return [
             f"{total} requests in {self.seconds:.0f} s, {sum(self.kills.values())} kills ({kills or 'none'})",
+            f"started again for a connection: {sum(self.mended.values())}",
             f"right tokens: {self.right}, of which {self.begun_again} began again; generations: {self.generations}",
             f"recomputed with another end: {self.other_end}",
             f"failed with a cause: {sum(self.failed.values())}",
@@ -162,11 +167,14 @@ class _Killer(threading.Thread):
         self.look()
         return all(lives[-1] not in self.killed[name] for name, lives in self.lives.items())
 
-    def check(self) -> None:
+    def check(self, mended: Counter[str]) -> None:
         for name, lives in self.lives.items():
+            ended, killed = lives[:-1], self.killed[name]
+            others = len(ended) - len(killed)
             require(
-                lives[:-1] == self.killed[name], "C6.4", f"processes of {name} have ended that nobody killed, or the"
-                " other way round", expected=self.killed[name], seen=lives,
+                [pid for pid in ended if pid in killed] == killed and others <= mended[name], "C6.4",
+                f"processes of {name} have ended that nobody killed, or the other way round",
+                expected=f"{killed}, and {mended[name]} for a connection", seen=lives,
             )  # fmt: skip
 
     def _pause(self) -> float:
@@ -182,6 +190,7 @@ class _Placed:
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[str, str]] = {}
         self.faults: deque[str] = deque(maxlen=6)
+        self.mended: Counter[str] = Counter()
 
     @hookimpl
     def kvbaton_choose_pair(
@@ -190,6 +199,10 @@ class _Placed:
         p, d = self.pairs.get(request, ("", ""))
         offered = p in {load.name for load in prefill} and d in {load.name for load in decode}
         return (p, d) if offered else None
+
+    @hookimpl
+    def kvbaton_peer_lost(self, peer: PeerId, cause: str) -> None:
+        self.mended[peer.name] += cause.startswith("its connection with ")
 
     @hookimpl
     def kvbaton_fault(self, error: Exception) -> None:
@@ -222,7 +235,8 @@ def play(plan: Plan, progress: Callable[[str], None] = lambda text: None) -> Res
         result.kills.update({name: len(pids) for name, pids in killer.killed.items() if pids})
         _try_pairs(runtime, placed, requests[0], expected[0])
         killer.look()
-        killer.check()
+        killer.check(placed.mended)
+        result.mended += placed.mended
         check_books(runtime)
     left = left_behind(before)
     require(not left, "T10", "something is left", seen=left)

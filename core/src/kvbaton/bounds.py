@@ -60,12 +60,15 @@ class Recovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``attempts``: how often a request whose stage or connection is lost may begin again as a new generation; 0: it
     fails, with the cause (C6.2).  ``recompute``: also one of which tokens were delivered, from its prompt and these;
     otherwise such a one fails.  ``restarts``: how often in a row a stage is started again that has served nothing since
-    its last start; 0: what is dead stays dead.
+    its last start, and how often in a row one is started again for a connection over which nothing was served since;
+    0: what is dead stays dead, and a connection that broke stays down.  ``mend_idle``: a stage is started again for the
+    sake of a connection also where others serve in its place, once nothing is on it; else only where nobody does.
     """
 
     attempts: int = 3
     recompute: bool = False
     restarts: int = 3
+    mend_idle: bool = True
 
 
 #: Nothing begins again, nobody is started again.

@@ -995,7 +995,9 @@ def _recovery(settings: Settings) -> Recovery:
     recovery = settings.recovery
     if recovery.mode == "off":
         return FAIL_CLOSED
-    return Recovery(recovery.attempts, recovery.mode == "recompute", recovery.restarts)
+    # on another host nobody is started from here: what serves there is not to be ended for a connection's sake
+    here = settings.stages.launch != "remote"
+    return Recovery(recovery.attempts, recovery.mode == "recompute", recovery.restarts, mend_idle=here)
 
 
 def _answer(future: concurrent.futures.Future[bool], result: bool) -> None:

@@ -105,6 +105,10 @@ class Desk:
     def join(self, peer: PeerId) -> list:
         return self.did(self.c.peer_joined(peer, self.now))
 
+    def wait(self, seconds: float = Deadlines().control) -> list:
+        self.now += seconds
+        return self.did(self.c.expire(self.now))
+
     def kill(self, peer: PeerId) -> list:
         return self.lose(peer) + self.join(peer)
 
@@ -729,15 +733,233 @@ def test_a_severed_writer_is_released_from_and_its_request_begins_elsewhere():
 
 
 @pytest.mark.clause("C6.3")
-def test_a_broken_connection_between_the_only_two_stages_is_the_end_with_both_causes():
-    desk = Desk((P0, D0))
+@pytest.mark.parametrize("recovery", [FAIL_CLOSED, Recovery(restarts=0)], ids=["off", "no restarts"])
+def test_without_restarts_a_broken_connection_between_the_only_two_stages_is_the_end_with_both_causes(recovery):
+    desk = Desk((P0, D0), recovery=recovery)
     desk.submit("a")
     desk.life("a", "computing")
-    desk.hear(D0, PeerDown(P0, False, "reset"))
+    effects = desk.hear(D0, PeerDown(P0, False, "reset"))
+    both = f"the connection from {P0} to {D0} is down: reset"
+    if recovery.attempts:
+        both += "; no connected pair of stages that is left can hold the request"
+    assert desk.end("a").cause == both
+    assert not orders(effects, fx.Ask)
+    assert not lost(desk.wait())
+    desk.submit("b")
+    assert desk.end("b").cause == "no connected pair of stages that is left can hold the request"
+
+
+def lost(effects: list) -> list[PeerId]:
+    return [e.peer for e in orders(effects, fx.Kill)]
+
+
+@pytest.mark.clause("C6.2", "C6.4", "C1.4", "C2.5")
+@pytest.mark.parametrize("by", ["P", "D"])
+@pytest.mark.parametrize("step", EXPOSED)
+def test_the_only_two_stages_serve_again_once_one_of_them_was_started_again(step, by):
+    """Field failure 26: the pair was broken for good."""
+    desk = Desk((P0, D0))
+    desk.submit("a")
+    old = desk.life("a", step)
+    effects = desk.hear(*((P0, PeerDown(D0, False, "reset")) if by == "P" else (D0, PeerDown(P0, False, "reset"))))
+    assert [e.peer for e in orders(effects, fx.Ask)] == [P0, D0], "one of them may be dying, or hang"
+    assert not lost(effects)
+    assert desk.phase("a") is WAITING
+    desk.submit("b")
+    desk.c.heard(P0, desk.now)
+    desk.c.heard(D0, desk.now)
+    assert desk.c.next_deadline() == desk.now + Deadlines().control
+    assert not lost(desk.wait(Deadlines().control - 0.1)), "a death would be noticed meanwhile"
+    effects = desk.wait(0.1)
+    assert lost(effects) == [P0], "whatever decodes at D goes on"
+    assert "both live" in orders(effects, fx.Kill)[0].cause
+    assert restarts(desk.join(P0)) == ["prefill-0"]
+    if desk.c.phase(old) is ENDED and desk.c.credits_out(old)[1]:
+        desk.hear(D0, Retired(old))
+    desk.come(again(P0))
+    for name in "ab":
+        desk.life(name)
+        assert desk.end(name).ending is fx.Ending.FINISHED
+    assert desk.balanced()
+    assert not desk.c._broken
+    assert not desk.c._mended, "it serves"
+    assert desk.c.next_deadline() is None
+
+
+@pytest.mark.clause("C6.4")
+@pytest.mark.parametrize("decoding", [True, False])
+def test_who_was_started_again_less_often_is_lost_but_not_while_it_decodes(decoding):
+    desk = Desk((P0, D0))
+    desk.submit("a")
+    old = desk.life("a", "output")
+    desk.kill(P0)
+    desk.come(again(P0))
+    if not decoding:
+        desk.hear(D0, Finished(old, FinishReason.LENGTH))
+        desk.c._restarts["prefill-0"] = 1  # that word said that D serves
+    desk.hear(again(P0), PeerDown(D0, False, "not within deadline.connect"))
+    assert lost(desk.wait()) == [again(P0) if decoding else D0]
+
+
+@pytest.mark.clause("C6.7", "C6.4")
+def test_a_handshake_that_never_came_to_an_end_is_mended_like_a_connection_that_broke():
+    desk = Desk((P0,))
+    desk.hear(D0, Hello(D0, Role.DECODE, Capacity(100, 4, 8, 16, 1000), b"e"))
+    desk.hear(P0, Connected(D0))
+    desk.submit("a")
+    desk.hear(D0, PeerDown(P0, True, "T2: not within deadline.connect"))
+    assert desk.phase("a") is WAITING
+    assert lost(desk.wait()) == [P0]
+
+
+@pytest.mark.clause("C6.4")
+@pytest.mark.parametrize("hangs", [P0, D0], ids=["P", "D"])
+def test_of_two_that_are_not_connected_the_one_that_hangs_is_lost(hangs):
+    desk = Desk((P0, D0))
+    desk.hear(P0, PeerDown(D0, False, "reset"))
+    desk.c.heard(D0 if hangs == P0 else P0, desk.now)
+    effects = desk.wait()
+    assert lost(effects) == [hangs]
+    assert "answers nothing" in orders(effects, fx.Kill)[0].cause
+
+
+@pytest.mark.clause("C6.4")
+@pytest.mark.parametrize("victim", [P0, D0], ids=["P", "D"])
+def test_of_two_that_are_not_connected_one_that_dies_meanwhile_is_enough(victim):
+    desk = Desk((P0, D0))
+    desk.submit("a")
+    desk.hear(D0 if victim == P0 else P0, PeerDown(victim, False, "reset"))
+    desk.kill(victim)
+    desk.come(again(victim))
+    assert not lost(desk.wait())
+    desk.life("a")
+    assert desk.end("a").ending is fx.Ending.FINISHED
+
+
+@pytest.mark.clause("C6.2", "C6.4")
+@pytest.mark.parametrize("alone", [P0, D0], ids=["P", "D"])
+def test_who_has_nobody_else_is_lost_and_never_one_that_serves_others(alone):
+    others = (D0,) if alone == P0 else (P0, P1)
+    desk = Desk((P0, P1, D0) if alone == P0 else (P0, D0, D1))
+    other = others[0]
+    desk.submit("busy")
+    desk.hear(alone, PeerDown(other, False, "reset"))
+    assert lost(desk.wait()) == [alone]
+    assert restarts(desk.join(alone)) == [alone.name]
+
+
+@pytest.mark.clause("C6.2", "C6.4")
+def test_who_has_lost_all_its_connections_is_lost_rather_than_each_of_its_partners():
+    desk = Desk((P0, P1, D0))
+    for p in (P0, P1):
+        desk.hear(p, PeerDown(D0, False, "reset"))
+        desk.c.heard(p, desk.now)
+    desk.c.heard(D0, desk.now)
+    assert lost(desk.wait()) == [D0]
+    desk.join(D0)
+    desk.come(again(D0))
+    assert not lost(desk.wait())
+
+
+@pytest.mark.clause("C6.2", "C6.4")
+def test_where_others_serve_in_its_place_nobody_is_lost_before_that_costs_nothing():
+    desk = Desk(slots=1)
+    desk.submit("a")
+    _, p, d = desk.at("a")
+    desk.life("a", "received")
+    desk.hear(p, PeerDown(d, False, "reset"))
+    assert not lost(desk.wait())
+    assert not lost(desk.wait(1000.0)), "P has not retired it"
+    assert desk.c.next_deadline() is None, "nothing is due, and nobody looks again and again"
+    assert lost(desk.hear(p, Retired(next(iter(desk.c._entries))))) == [], "D decodes, and its books say so"
+    desk.life("a")
+    assert desk.end("a").ending is fx.Ending.FINISHED
+
+
+@pytest.mark.clause("C6.2", "C6.4")
+def test_a_connection_is_mended_once_nothing_is_on_the_stage_that_is_started_for_it():
+    desk = Desk()
+    desk.submit("a")
+    t, p, d = desk.at("a")
+    desk.life("a", "received")
+    desk.hear(p, PeerDown(d, False, "reset"))
+    assert not lost(desk.wait())
+    desk.hear(p, Retired(t))
+    desk.hear(d, Finished(t, FinishReason.LENGTH))
+    assert lost(desk.hear(d, Retired(t))) == [p]
+    desk.join(p)
+    desk.come(again(p))
+    assert desk.c.connected(again(p), d)
+
+
+@pytest.mark.clause("C6.4")
+def test_on_other_hosts_nobody_is_lost_for_a_connection_in_whose_place_others_serve():
+    desk = Desk(recovery=Recovery(mend_idle=False))
+    desk.hear(P0, PeerDown(D0, False, "reset"))
+    assert not lost(desk.wait())
+    effects = desk.kill(D1)
+    assert lost(effects) == [D1], "it comes back"
+    desk.did(desk.c.start_failed("decode-1", desk.now, final="it does not come back"))
+    assert lost(desk.log) == [D1, P0], "now P0 has nobody else"
+
+
+@pytest.mark.clause("C6.3", "C6.7")
+def test_what_is_not_mended_by_starting_them_again_is_said_and_its_requests_fail_with_both_causes():
+    desk = Desk((P0, D0), recovery=Recovery(attempts=9, restarts=2))
+    desk.submit("a")
+    stages = {P0.name: P0, D0.name: D0}
+    order = []
+    for _ in range(20):
+        p, d = stages[P0.name], stages[D0.name]
+        desk.hear(p, PeerDown(d, True, "no route"))
+        effects = desk.wait()
+        if not lost(effects):
+            break
+        (victim,) = lost(effects)
+        order.append(victim.name)
+        assert restarts(desk.join(victim)) == [victim.name]
+        stages[victim.name] = again(victim, victim.epoch + 1)
+        desk.hear(stages[victim.name], Hello(stages[victim.name], role(victim), Capacity(100, 4, 8, 16, 1000), b"e"))
+    assert order == [P0.name, D0.name], "the one that was started less often, and each pair so often in a row"
+    assert "has not helped" in orders(desk.log, fx.Fault)[-1].cause
     assert desk.end("a").cause == (
-        f"the connection from {P0} to {D0} is down: reset; no connected pair of stages that is left can hold the"
+        f"the connection from {P0} to {D0} is down: no route; no connected pair of stages that is left can hold the"
         " request"
     )
+    desk.submit("b")
+    assert desk.end("b").ending is fx.Ending.FAILED, "it does not wait for ever"
+    assert desk.c.next_deadline() is None
+
+
+@pytest.mark.clause("C6.2")
+def test_a_connection_of_a_stage_that_is_drained_or_of_a_service_that_stops_is_not_mended():
+    desk = Desk((P0, D0))
+    desk.hear(P0, PeerDown(D0, False, "reset"))
+    desk.did(desk.c.drain(P0, desk.now))
+    assert not lost(desk.wait())
+    desk = Desk((P0, D0))
+    desk.hear(P0, PeerDown(D0, False, "reset"))
+    desk.did(desk.c.fatal("enough", desk.now))
+    assert not lost(desk.wait())
+
+
+@pytest.mark.clause("C6.3")
+def test_a_request_that_only_a_broken_pair_can_hold_waits_until_it_is_mended():
+    desk = Desk(())
+    desk.come(P0)
+    desk.come(D0)
+    desk.come(P1, blocks=4)
+    desk.come(D1, blocks=4)
+    filler = [f"f{n}" for n in range(3)]
+    for name in filler:
+        desk.submit(name)
+    desk.hear(P0, PeerDown(D0, False, "reset"))
+    desk.submit("large", request(70, 40))
+    assert desk.phase("large") is WAITING
+    assert lost(desk.wait()) == [P0]
+    desk.join(P0)
+    desk.come(again(P0))
+    assert desk.at("large")[1:] == (again(P0), D0)
 
 
 @pytest.mark.clause("C6.2")

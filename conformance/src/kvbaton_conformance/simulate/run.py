@@ -198,6 +198,10 @@ class Dice:
         links = [(seat.peer.name, peer.name) for seat, peer, link in self._world.links() if link is Link.UP]
         return ("drop", *self._draw.choice(links), self._draw.random() < 0.5) if links else None
 
+    def _slow(self) -> Move | None:
+        links = [(seat.peer.name, peer.name) for seat, peer, link in self._world.links() if link is Link.CONNECTING]
+        return ("slow", *self._draw.choice(links), self._draw.random() < 0.5) if links else None
+
     def _target(self) -> tuple[str, int] | None:
         live = [asked.number for asked in self._world.unended]
         return (self._name(), self._draw.choice(live)) if live else None
@@ -284,6 +288,7 @@ def _finish(world: World) -> None:
     # what the stages still have to do for what has ended, such as closing the end towards a dead peer
     _until(world, lambda: _idle(world), "C6.7", "every stage comes to rest")
     world.check_books()
+    _serve_again(world)
     world.make(("stop",))
     _until(
         world, lambda: all(seat.over for seat in world.seats.values()), "C6.2", "every stage ends when it is told to"
@@ -293,6 +298,22 @@ def _finish(world: World) -> None:
         if not seat.dead and outcome is not None and outcome.status and not seat.unnoticed:
             raise Broken("C6.2", f"{seat.peer.name} did not end as ordered: {outcome.reason}")
     world.check_memory()
+
+
+def _serve_again(world: World) -> None:
+    """Whatever has happened: every stage is back, connected to all others, and serves."""
+    if not world.must_serve:
+        return
+    _until(
+        world, lambda: not world.must_serve or world.whole, "C6.2", "every stage is up again and connected to all others"
+    )
+    number = len(world.asked)
+    world.make(("submit", number))
+    _until(world, lambda: world.quiet, "C6.7", "everything live ends")
+    if world.must_serve and world.asked[number].ended is not None and world.asked[number].ended.reason is None:
+        raise Broken("C6.2", f"every stage is up and connected, and r{number} fails: {world.asked[number].ended.cause}")
+    _until(world, lambda: _idle(world), "C6.7", "every stage comes to rest")
+    world.check_books()
 
 
 def _idle(world: World) -> bool:

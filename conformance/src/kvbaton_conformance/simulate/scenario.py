@@ -23,6 +23,7 @@ FAULTS = {
     "refuse": 0.3,  # an engine refuses in spite of credits
     "raise": 0.2,  # the transport raises where it should not
     "expire": 0.3,  # much time passes at once
+    "slow": 0.3,  # a handshake takes longer than its deadline
 }
 
 

@@ -199,8 +199,15 @@ class Wire:
 
     def drop(self, one: PeerId, other: PeerId, quiet: bool) -> bool:
         """``one`` finds its connection broken.  ``quiet``: its end is closed for good; else what is under way stays."""
+        return self._end(one, other, quiet, Link.UP, "the connection broke")
+
+    def give_up(self, one: PeerId, other: PeerId, quiet: bool) -> bool:
+        """``one`` has waited too long to be connected; the other end may be up."""
+        return self._end(one, other, quiet, Link.CONNECTING, "the handshake took too long")
+
+    def _end(self, one: PeerId, other: PeerId, quiet: bool, link: Link, why: str) -> bool:
         mine = self.connectors.get(one)
-        if mine is None or mine.dead or mine.links.get(other) is not Link.UP:
+        if mine is None or mine.dead or mine.links.get(other) is not link:
             return False
         mine.links[other] = Link.DOWN
         if quiet:
@@ -214,7 +221,7 @@ class Wire:
                 flight.state = State.VOID
             over = flight.state is State.VOID and self.scenario.exact
             mine.tell(flight, Outcome.FAILED, source=not flight.reads, target=over)
-        mine.events.append(PeerEvent(other, up=False, quiet=quiet, error=PeerLost("the connection broke", peer=other)))
+        mine.events.append(PeerEvent(other, up=False, quiet=quiet, error=PeerLost(why, peer=other)))
         return True
 
     def void(self, which: Callable[[Flight], bool]) -> None:
@@ -287,7 +294,7 @@ class Connector(ConnectorBase):
     def connect(self, peer: Endpoint) -> None:
         for old in [old for old, link in self.links.items() if old.name == peer.peer.name and old != peer.peer]:
             if self.links[old] in (Link.UP, Link.CONNECTING):
-                self.wire.drop(self.peer, old, quiet=False)
+                self.wire.drop(self.peer, old, quiet=False) or self.wire.give_up(self.peer, old, quiet=False)
         self.links.setdefault(peer.peer, Link.CONNECTING)
 
     def disconnect(self, peer: PeerId) -> None:

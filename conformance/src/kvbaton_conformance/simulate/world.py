@@ -32,7 +32,7 @@ from kvbaton.geometry import KVMap
 from kvbaton.guard import GuardedConnector
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.coordinator import Coordinator, Recovery
-from kvbaton.handoff.table import CoordinatorPhase, Milestones
+from kvbaton.handoff.table import CoordinatorPhase, Milestones, PeerStatus
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.reservation import Reservation
 from kvbaton.segments import Segments
@@ -414,6 +414,8 @@ class World:
         #: Words about transfers that were heard, by stage and direction, for replays.
         self._history: dict[tuple[str, bool], deque[messages.Message]] = {}
         self._echoed = 0
+        #: The coordinator has given a stage or a connection up, having started stages again in vain.
+        self._given_up = False
         self._broken: Broken | None = None
         self._settings = _settings(
             scenario.chunk_bytes, scenario.chunk_segments, scenario.inflight_bytes, scenario.unreceipted_chunks
@@ -437,6 +439,21 @@ class World:
     def quiet(self) -> bool:
         """Every request has ended and nobody knows a transfer any more."""
         return not len(self.coordinator) and all(asked.ended is not None for asked in self.asked)
+
+    @property
+    def must_serve(self) -> bool:
+        """Whether nothing that has happened is an excuse for not serving, once faults have stopped."""
+        return self.scenario.restarts and not (self.coordinator.stopping or self._given_up)
+
+    @property
+    def whole(self) -> bool:
+        """Every stage is up and connected to all others."""
+        up = [view.peer for view in self.coordinator.peers() if view.status is PeerStatus.UP]
+        roles = {seat.peer: seat.role for seat in self.seats.values() if not seat.over}
+        return len(up) == len(roles) == len(self.seats) and all(
+            self.coordinator.connected(p, d)
+            for p in up if roles.get(p) is Role.PREFILL for d in up if roles.get(d) is Role.DECODE
+        )  # fmt: skip
 
     def name_of(self, transfer: TransferId | None) -> str:
         """A transfer in words: its request, and the generation where it is not the first."""
@@ -730,6 +747,14 @@ class World:
         self._say(f"{one} finds its connection to {other} broken{', its end is closed' if quiet else ''}")
         return True
 
+    def _do_slow(self, one: str, other: str, quiet: bool) -> bool:
+        if not self.wire.give_up(self.seats[one].peer, self.seats[other].peer, quiet):
+            return False
+        self.excused = True
+        self._unproven.update((self.seats[one].peer, self.seats[other].peer))
+        self._say(f"{one} has waited too long to be connected to {other}")
+        return True
+
     # -- moves of fate
 
     def _do_echo(self, name: str) -> bool:
@@ -971,6 +996,9 @@ class World:
                     self._say(f"  C asks {peer.name} whether it lives")
                     if seat is not None and seat.peer == peer and not seat.dead:
                         seat.channel.deliver(messages.Call("alive", "alive", "health"))
+                case fx.Fault(cause=cause) if "given up" in cause or "has not helped" in cause:
+                    self._given_up = True
+                    self._say(f"  C says: {cause}")
                 case fx.Violation(clause, transfer, peer, text):
                     raise Broken(
                         "C7.4",

@@ -14,6 +14,10 @@ as another generation, under a fresh id and with fresh credits, while the lost o
 So nothing of the fence (C6.4) depends on it: what the dead stage could still touch stays held as it would anyhow.  A
 stage that is being started again is *expected*: requests wait for it.
 
+*Mending*: a connection never comes back within the two lives that it joined (C1.4).  So where two living stages are not
+connected any more, one of them is lost, fenced and started again like any other: at once where a stage or a request
+has nobody else, else when that costs nobody anything.
+
 Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the
 peer is lost or joined.  Each look at the waiting requests is bounded by ``Limits.window``.
 
@@ -179,6 +183,20 @@ class _Expected:
         self.after: PeerId | None = after
 
 
+class _Break:
+    """Two stages that live, and whose connection is down for good."""
+
+    __slots__ = ("due", "hopeless", "words")
+
+    def __init__(self, due: float, words: dict[PeerId, int]) -> None:
+        #: Until when one of them may still turn out to be dead, or to hang; then in the past.
+        self.due = due
+        #: What each had said when both were asked whether they live.
+        self.words = words
+        #: It was said that nothing mends it.
+        self.hopeless = False
+
+
 class _Waiting:
     __slots__ = ("age", "attempts", "avoid", "cause", "delivered", "key", "not_before", "passes", "prefer", "request",
                  "tries")  # fmt: skip
@@ -296,6 +314,10 @@ class Coordinator:
         #: Stages that are to be started again, until they say Hello; and how often each was, since it has last served.
         self._expected: dict[str, _Expected] = {}
         self._restarts: dict[str, int] = {}
+        #: P and D that both live and are not connected any more; and how often a pair of stages was mended by a start,
+        #: since it has last served.
+        self._broken: dict[tuple[PeerId, PeerId], _Break] = {}
+        self._mended: dict[tuple[str, str], int] = {}
         #: Joined, and who has still to close its end of the connection: the second half of the fence (C6.4).
         self._unclosed: dict[PeerId, set[PeerId]] = {}
         self._entries: dict[TransferId, _Entry] = {}
@@ -413,8 +435,8 @@ class Coordinator:
         if not self._served(waiting):
             self._refuse(waiting, self._nobody(), effects)
             return effects
-        self._place(effects)
-        return effects
+        self._freed = True
+        return self._settle(effects)
 
     def abort(self, key: RequestKey, now: float, cause: str = "cancelled by the caller") -> Effects:
         """End a request as cancelled; its memory comes back when its stages have drained."""
@@ -562,10 +584,9 @@ class Coordinator:
             self._restart(name, effects)
         else:
             del self._expected[name]
-            text = final or f"C6.3: {name} was started again {times} times and did not serve: it is given up"
-            effects.append(Fault(None, text))
+            effects.append(Fault(None, final or self._given_up(name)))
             self._refuse_unserved(effects)
-        return effects
+        return self._settle(effects)
 
     def drain(self, peer: PeerId, now: float) -> Effects:
         """Place nothing more on ``peer``; what is on it goes on.  See :meth:`idle`, then :meth:`dismiss`.
@@ -582,7 +603,7 @@ class Coordinator:
         if expected is not None and expected.after == peer:
             del self._expected[peer.name]
         self._refuse_unserved(effects)
-        return effects
+        return self._settle(effects)
 
     def dismiss(self, peer: PeerId, now: float) -> Effects:
         """Tell a drained, idle stage to exit.  Raises :class:`LocalProtocolError` while a transfer is on it."""
@@ -601,6 +622,7 @@ class Coordinator:
             return [Ignored(None, "fatal", "already stopping")]
         self._stopping = 1
         self._expected.clear()
+        self._broken.clear()
         self._stop_cause = cause
         self._stop_deadline = self._now + self._shutdown
         effects: Effects = []
@@ -621,6 +643,7 @@ class Coordinator:
     def next_deadline(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None: never, as things stand."""
         times = [first for queue in self._queues if (first := queue.first()) is not None]
+        times += [broken.due for broken in self._broken.values() if broken.due > self._now]
         if self._later and self._queue:
             times.append(self._later[0])
         if self._stopping and not self.closed:
@@ -709,6 +732,7 @@ class Coordinator:
         if message.quiet:
             sender.quiet.add(other.id)
         p, d = (sender, other) if sender.role is Role.PREFILL else (other, sender)
+        self._broke(p, d, effects)
         pair = [entry for entry in sender.entries.values() if entry.p is p and entry.d is d]
         cause = f"the connection from {p.id} to {d.id} is down: {message.cause or 'no reason given'}"
         told = [entry for entry in pair if entry.phase is not _RESERVING]
@@ -814,6 +838,8 @@ class Coordinator:
     def _received(self, entry: _Entry, message: Received, effects: Effects) -> None:
         if entry.phase is _COMMITTED:
             self._move(entry, _RECEIVED)
+            if self._mended:
+                self._mended.pop((entry.p.id.name, entry.d.id.name), None)  # it serves
             effects.append(SendTo(entry.p.id, Ack(entry.transfer)))  # C4.1
             effects.append(Reached(entry.waiting.key, entry.transfer, Milestones.RECEIVED, entry.d.id, message.timings))
             self._set_deadline(entry, None)
@@ -1078,12 +1104,17 @@ class Coordinator:
 
     def _lose(self, peer: _Peer, cause: str, effects: Effects, kill: bool = True) -> None:
         peer.status = _LOST
+        for pair in [pair for pair in self._broken if peer.id in pair]:
+            del self._broken[pair]
         # one that was drained stays away: nothing is to be placed there
         gone = peer.leaving or peer.draining or self._stopping
-        if not gone and self._restarts.get(peer.id.name, 0) < self._recovery.restarts:
+        again = self._restarts.get(peer.id.name, 0) < self._recovery.restarts
+        if not gone and again:
             self._expected[peer.id.name] = _Expected(peer.role, peer.id)
         if not peer.leaving:
             effects.append(Fault(None, f"C6.4: {peer.id} is lost: {cause}", peer=peer.id))
+            if not (gone or again) and self._recovery.restarts:
+                effects.append(Fault(None, self._given_up(peer.id.name)))
             if kill:
                 effects.append(Kill(peer.id, cause))
         for entry in tuple(peer.entries.values()):
@@ -1092,6 +1123,82 @@ class Coordinator:
             elif entry.d is peer and entry.p_out:
                 self._set_deadline(entry, self._drain)  # what P waits for comes to an end now
         self._refuse_unserved(effects)
+
+    # -- mending -----------------------------------------------------------------------------------------------------
+
+    def _broke(self, p: _Peer, d: _Peer, effects: Effects) -> None:
+        """A connection is down.  One of the two may be dying or hang, which its partner has noticed first: both are
+        asked whether they live, and have :attr:`Deadlines.control` to say so.
+        """
+        pair = (p.id, d.id)
+        if pair in self._broken or not self._recovery.restarts or self._stopping:
+            return
+        if p.status is _UP and d.status is _UP and not (p.leaving or d.leaving):
+            self._broken[pair] = _Break(self._now + self._answers.seconds, {p.id: p.words, d.id: d.words})
+            effects += [Ask(p.id), Ask(d.id)]
+
+    def _mend(self, effects: Effects) -> None:
+        """Lose one of each two that live and are not connected, if anybody needs it or nobody is on it."""
+        for pair, broken in tuple(self._broken.items()):
+            if broken.due > self._now or pair not in self._broken:
+                continue  # or the loss of another has mended it
+            p, d = self._prefills[pair[0]], self._decodes[pair[1]]
+            if not (p.open and d.open):
+                continue
+            needed = self._needed(p, d)
+            loser = self._to_lose(p, d)
+            if loser is None:
+                if needed and not broken.hopeless:
+                    broken.hopeless = True
+                    text = f"{p.id} and {d.id} are not connected, and starting one of them again has not helped"
+                    effects.append(Fault(None, f"C6.3: {text}: they are left as they are"))
+                    self._refuse_unserved(effects)
+            elif needed or (self._recovery.mend_idle and not loser.entries):
+                other = d if loser is p else p
+                names = (p.id.name, d.id.name)
+                self._mended[names] = self._mended.get(names, 0) + 1
+                silent = broken.words[loser.id] == loser.words and broken.words[other.id] != other.words
+                how = "it answers nothing" if silent else "both live, so that it is started again to be connected"
+                self._lose(loser, f"its connection with {other.id} is down and {how}", effects)
+
+    def _to_lose(self, p: _Peer, d: _Peer) -> _Peer | None:
+        """Which of two that are not connected is to be lost; None: neither, for that has not helped or costs too much.
+
+        Who hangs; else who has nobody else, for the other one serves on; else who has lost most connections; else who
+        decodes for nobody; else who was started again less often; else P.
+        """
+        if self._mended.get((p.id.name, d.id.name), 0) >= self._recovery.restarts:
+            return None
+        words = self._broken[p.id, d.id].words
+        silent = [peer for peer in (p, d) if words[peer.id] == peer.words]
+        alone = [peer for peer in (p, d) if self._alone(peer)]
+        some = silent if len(silent) == 1 and self._broken[p.id, d.id].due <= self._now else alone or [p, d]
+        able = [peer for peer in some if self._restarts.get(peer.id.name, 0) < self._recovery.restarts]
+        return min(
+            able,
+            key=lambda peer: (
+                -sum(peer.id in pair for pair in self._broken), _decodes(peer), self._restarts.get(peer.id.name, 0),
+                peer is d,
+            ),
+            default=None,
+        )  # fmt: skip
+
+    def _alone(self, peer: _Peer) -> bool:
+        """No stage is up that it could be connected to, and none is coming: it serves nothing."""
+        prefill = peer.role is Role.PREFILL
+        if any(expected.role is not peer.role for expected in self._expected.values()):
+            return False
+        others = (self._decodes if prefill else self._prefills).values()
+        return not any(other.open and (_possible(peer, other) if prefill else _possible(other, peer)) for other in others)
+
+    def _needed(self, p: _Peer, d: _Peer) -> bool:
+        """Whether a stage or a request has nobody but this pair."""
+        if self._alone(p) or self._alone(d):
+            return True
+        return any(
+            _holds(p, len(w.request.prompt)) and _holds(d, w.request.max_length) and not self._served(w, mended=False)
+            for w in self._queue
+        )
 
     def _restart_after(self, end: PeerId, effects: Effects) -> None:
         """A life's end was seen: its stage is started again, if it is that end that its start waits for."""
@@ -1103,6 +1210,10 @@ class Coordinator:
         self._expected[name].after = None
         self._restarts[name] = self._restarts.get(name, 0) + 1
         effects.append(Restart(name))
+
+    def _given_up(self, name: str) -> str:
+        times = self._restarts.get(name, 0)
+        return f"C6.3: {name} was started again {times} times and did not serve: it is given up"
 
     def _forget_peer(self, peer: _Peer) -> None:
         """A joined peer without transfers is forgotten, also by the others (T12)."""
@@ -1131,7 +1242,9 @@ class Coordinator:
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def _settle(self, effects: Effects) -> Effects:
-        """Place what fits now that something has changed."""
+        """Place what fits now that something has changed, and mend what may be mended now."""
+        if self._broken:
+            self._mend(effects)
         if self._freed:
             self._freed = False
             if self._queue:
@@ -1223,16 +1336,20 @@ class Coordinator:
         for waiting in [w for w in self._queue if not self._served(w)]:
             self._refuse(waiting, self._nobody(), effects)
 
-    def _served(self, waiting: _Waiting) -> bool:
+    def _served(self, waiting: _Waiting, *, mended: bool = True) -> bool:
+        """Whether some pair can serve it, or may be able to later.  ``mended``: or once their connection is mended."""
         request = waiting.request
         prefills = [p for p in self._prefills.values() if p.open and _holds(p, len(request.prompt))]
         decodes = [d for d in self._decodes.values() if d.open and _holds(d, request.max_length)]
         coming = {expected.role for expected in self._expected.values()}
         return (
-            any(_possible(p, d) for p in prefills for d in decodes)
+            any(_possible(p, d) or (mended and self._mendable(p, d)) for p in prefills for d in decodes)
             or (Role.PREFILL in coming and (bool(decodes) or Role.DECODE in coming))
             or (Role.DECODE in coming and bool(prefills))
         )
+
+    def _mendable(self, p: _Peer, d: _Peer) -> bool:
+        return (p.id, d.id) in self._broken and self._to_lose(p, d) is not None
 
     def _nobody(self) -> str:
         if not any(p.open for p in self._prefills.values()):
@@ -1277,6 +1394,11 @@ class Coordinator:
 def _over(peer: _Peer) -> bool:
     """It was joined, or it is lost and nobody ever will."""
     return peer.status is _FENCED or peer.unjoinable
+
+
+def _decodes(peer: _Peer) -> bool:
+    """Whether answers come from it: they, and not only what can begin again, end with it."""
+    return any(entry.phase is _RECEIVED and entry.d is peer for entry in peer.entries.values())
 
 
 def _age(waiting: _Waiting) -> int:
