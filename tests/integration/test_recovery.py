@@ -130,8 +130,14 @@ def test_a_handshake_that_takes_too_long_does_not_end_the_service(transport: str
         pytest.skip(f"{transport} cannot be used here")
     seen = _Faults()
     with start(
-        transport, hooks=[seen], stages__prefill=1, stages__decode=1, deadline__connect=3.0, deadline__control=1.0,
-        control__heartbeat=60.0, deadline__step=60.0,
+        transport,
+        hooks=[seen],
+        stages__prefill=1,
+        stages__decode=1,
+        deadline__connect=3.0,
+        deadline__control=1.0,
+        control__heartbeat=60.0,
+        deadline__step=60.0,
     ) as runtime:
         prefill, decode = (runtime.stage(name).pid for name in runtime.stages)
         os.kill(decode, signal.SIGSTOP)

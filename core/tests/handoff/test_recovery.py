@@ -812,6 +812,20 @@ def test_a_handshake_that_never_came_to_an_end_is_mended_like_a_connection_that_
     assert lost(desk.wait()) == [P0]
 
 
+@pytest.mark.clause("C6.7")
+def test_a_moment_that_passes_while_others_speak_is_not_missed():
+    desk = Desk((P0, D0, P1))
+    desk.submit("a")
+    t, p, d = desk.at("a")
+    alone = P1 if p == P0 else P0
+    desk.life("a", "reserved")
+    desk.hear(alone, PeerDown(d, False, "reset"))
+    desk.now += 60.0
+    desk.hear(p, Progress(t, 1))
+    assert (desk.c.next_deadline() or desk.now + 1) <= desk.now
+    assert lost(desk.wait(0.0)) == [alone]
+
+
 @pytest.mark.clause("C6.4")
 @pytest.mark.parametrize("hangs", [P0, D0], ids=["P", "D"])
 def test_of_two_that_are_not_connected_the_one_that_hangs_is_lost(hangs):

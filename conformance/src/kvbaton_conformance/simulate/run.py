@@ -305,13 +305,17 @@ def _serve_again(world: World) -> None:
     if not world.must_serve:
         return
     _until(
-        world, lambda: not world.must_serve or world.whole, "C6.2", "every stage is up again and connected to all others"
+        world,
+        lambda: not world.must_serve or world.whole,
+        "C6.2",
+        "every stage is up again and connected to all others",
     )
     number = len(world.asked)
     world.make(("submit", number))
     _until(world, lambda: world.quiet, "C6.7", "everything live ends")
-    if world.must_serve and world.asked[number].ended is not None and world.asked[number].ended.reason is None:
-        raise Broken("C6.2", f"every stage is up and connected, and r{number} fails: {world.asked[number].ended.cause}")
+    ended = world.asked[number].ended
+    if world.must_serve and ended is not None and ended.reason is None:
+        raise Broken("C6.2", f"every stage is up and connected, and r{number} fails: {ended.cause}")
     _until(world, lambda: _idle(world), "C6.7", "every stage comes to rest")
     world.check_books()
 

@@ -449,7 +449,8 @@ class World:
     def whole(self) -> bool:
         """Every stage is up and connected to all others."""
         up = [view.peer for view in self.coordinator.peers() if view.status is PeerStatus.UP]
-        roles = {seat.peer: seat.role for seat in self.seats.values() if not seat.over}
+        living = [seat for seat in self.seats.values() if not (seat.over or seat.unnoticed or seat.doomed)]
+        roles = {seat.peer: seat.role for seat in living}
         return len(up) == len(roles) == len(self.seats) and all(
             self.coordinator.connected(p, d)
             for p in up if roles.get(p) is Role.PREFILL for d in up if roles.get(d) is Role.DECODE

@@ -189,7 +189,7 @@ class _Break:
     __slots__ = ("due", "hopeless", "words")
 
     def __init__(self, due: float, words: dict[PeerId, int]) -> None:
-        #: Until when one of them may still turn out to be dead, or to hang; then in the past.
+        #: Until when one of them may still turn out to be dead, or to hang; -inf once that was looked at.
         self.due = due
         #: What each had said when both were asked whether they live.
         self.words = words
@@ -643,7 +643,7 @@ class Coordinator:
     def next_deadline(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None: never, as things stand."""
         times = [first for queue in self._queues if (first := queue.first()) is not None]
-        times += [broken.due for broken in self._broken.values() if broken.due > self._now]
+        times += [broken.due for broken in self._broken.values() if broken.due > -math.inf]
         if self._later and self._queue:
             times.append(self._later[0])
         if self._stopping and not self.closed:
@@ -1142,6 +1142,7 @@ class Coordinator:
         for pair, broken in tuple(self._broken.items()):
             if broken.due > self._now or pair not in self._broken:
                 continue  # or the loss of another has mended it
+            broken.due = -math.inf
             p, d = self._prefills[pair[0]], self._decodes[pair[1]]
             if not (p.open and d.open):
                 continue
@@ -1188,8 +1189,8 @@ class Coordinator:
         prefill = peer.role is Role.PREFILL
         if any(expected.role is not peer.role for expected in self._expected.values()):
             return False
-        others = (self._decodes if prefill else self._prefills).values()
-        return not any(other.open and (_possible(peer, other) if prefill else _possible(other, peer)) for other in others)
+        others = [other for other in (self._decodes if prefill else self._prefills).values() if other.open]
+        return not any(_possible(peer, other) if prefill else _possible(other, peer) for other in others)
 
     def _needed(self, p: _Peer, d: _Peer) -> bool:
         """Whether a stage or a request has nobody but this pair."""
