@@ -26,6 +26,8 @@ Column = npt.NDArray[np.int64]
 LANES = 2
 #: Rows that a table has room for at first.
 _ROWS = 4096
+#: Programs of the kernel for each multiprocessor, unless told otherwise.
+PROGRAMS = 4
 #: A run of at least so many bytes goes to the copy engine, where there are few of them.
 ENGINE_ABOVE = 16 << 20
 _FEW = 8
@@ -77,16 +79,19 @@ class _Table:
 
 class DeviceMover:
     """See :class:`Mover`.  ``programs``: how many the kernel may have at once; ``engine_above``: bytes of a run that
-    goes to the copy engine, ``None``: none does."""
+    goes to the copy engine; ``None``: what was measured."""
 
-    def __init__(self, cuda: Driver, device: int, programs: int, engine_above: int | None) -> None:
+    def __init__(self, cuda: Driver, device: int, programs: int | None, engine_above: int | None) -> None:
         import torch
+
+        if programs is None:
+            programs = PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
         self._cuda = cuda
         self._ordinal = device
         self._device = torch.device("cuda", device)
         self._programs = programs
-        self._engine_above = engine_above
+        self._engine_above = ENGINE_ABOVE if engine_above is None else engine_above
         self._kernels = kernels(device)
         self._lanes = [torch.cuda.Stream(self._device) for _ in range(LANES)]
         self._streams = [lane.cuda_stream for lane in self._lanes]
@@ -107,9 +112,7 @@ class DeviceMover:
         event: Any = self._event()
         table: _Table | None = None
         try:
-            kept = None
-            if self._engine_above is not None:
-                kept = self._by_engine(source, target, length, stream)
+            kept = self._by_engine(source, target, length, stream)
             if kept is not None:
                 source, target, length = source[kept], target[kept], length[kept]
             if len(length):
@@ -124,8 +127,8 @@ class DeviceMover:
         return event  # type: ignore[no-any-return]
 
     def _by_engine(self, source: Column, target: Column, length: Column, stream: int) -> npt.NDArray[np.bool_] | None:
-        """Start what the copy engine is better at; the rest, or ``None`` where that is everything."""
-        if self._engine_above is None or int(length.max()) < self._engine_above:
+        """Start what the copy engine is better at.  Which runs are left, ``None``: all of them."""
+        if int(length.max()) < self._engine_above:
             return None
         large = length >= self._engine_above
         runs = np.flatnonzero(large)

@@ -1,0 +1,483 @@
+"""CUDA IPC: one stage's end of the transport that writes straight into a peer's device memory.
+
+**Bytes** go through mappings (:mod:`~kvbaton_cuda_ipc.mapping`): a chunk is one launch of a kernel of the source's, or
+copies by its engine, on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.
+**Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
+
+**Visibility** (T3).  The kernel's and the engine's writes are weak, and nothing in the kernel publishes them.  What
+does is its end: an event recorded behind a launch is complete only when all writes of the grid have been performed with
+regard to the whole system, the memory of peers included; a query that finds it complete synchronises with that end.
+The receipt is sent by the host thread that made that query and after it, a message through UCX is received after it was
+sent, and whatever the destination starts on its device or reads by its host after ``poll()`` has returned the receipt
+is ordered behind that.  So the order is: writes, end of the grid, event, query, word, receipt, the destination's next
+launch; each step synchronises with the one before, and no fence inside of the kernel would add anything.  A kernel of
+the destination's that *runs* at that time is not ordered, and reads none of these bytes: they are reserved (C2.7).
+
+**Quiet** (T5, C6.4).  A copy whose event is complete reads and writes nothing any more.  Until then it may, whatever
+has become of the peer: the driver keeps a dead peer's memory for as long as we have it mapped, so a copy to it ends by
+itself, and the mapping is closed behind it.  At the destination nothing revokes a mapping that a live peer has, so that
+a disconnection fences nothing by itself (``disconnect_fences`` is not declared): a peer says *bye* when it has drained
+and unmapped, or it is dead.  A process that was joined has no device work left: the driver ends and discards its
+channels before the process can be joined.
+
+**Order of ends**: drained, unmapped, *bye*; the exporter's memory outlives its connector (T1).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping as Figures
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbaton.connector import (
+    IDLE,
+    Chunk,
+    Completion,
+    ConnectorBase,
+    DeviceEvent,
+    Endpoint,
+    MemoryRegion,
+    Outcome,
+    PeerEvent,
+    Progress,
+    Receipt,
+)
+from kvbaton.errors import ConnectError, Outstanding, PeerLost, ProtocolViolation, RegistrationError, TransportError
+from kvbaton.identity import PeerId
+from kvbaton.segments import Segments
+from kvbaton_cuda_ipc.driver import Cuda
+from kvbaton_cuda_ipc.ipc_plugin import CAPABILITIES
+from kvbaton_cuda_ipc.ipc_words import Bye, Heard, Key, Metadata, Written, batches, decode, encode
+from kvbaton_cuda_ipc.mapping import Mapping, Offer, offer, unreachable
+from kvbaton_cuda_ipc.mover import LANES, Adrift, Mover
+from kvbaton_cuda_ipc.wire import Down, Up, Wire, Word
+
+#: What is spoken on the wire, and its version.
+PROTOCOL = "cuda_ipc/1"
+#: Chunks of which a peer was told and has not said that it heard, at most: one that stands still is told no more.
+MAX_UNHEARD = 1024
+#: Seconds between two looks at the device while somebody waits for it.
+_PAUSE = 20e-6
+
+
+class AddressBook:
+    """Where regions begin, to turn segments into addresses."""
+
+    def __init__(self, bases: Figures[int, int]) -> None:
+        self._ids = np.array(sorted(bases), np.int64)
+        self._bases = np.array([bases[id] for id in sorted(bases)], np.int64)
+
+    def addresses(self, segments: Segments) -> npt.NDArray[np.int64]:
+        """Of every segment; all of them are in regions of the book."""
+        if len(self._ids) == 1:
+            return np.asarray(segments.offset + self._bases[0])
+        bases: npt.NDArray[np.int64] = self._bases[self._ids.searchsorted(segments.region)]
+        return bases + segments.offset
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A chunk that was started.  ``event``: ``None`` where there is nothing to wait for."""
+
+    chunk: Chunk
+    event: DeviceEvent | None
+
+    @property
+    def key(self) -> Key:
+        return self.chunk.transfer, self.chunk.sequence
+
+
+@dataclass(eq=False)
+class _Link:
+    """A peer, from ``connect`` until nothing of it can be written here and nothing of ours there."""
+
+    peer: PeerId
+    offer: Offer
+    mapping: Mapping | None = None
+    book: AddressBook | None = None
+    flights: list[_Flight] = field(default_factory=list)
+    #: ``disconnect`` was called, or the peer has said bye: nothing new is started.
+    closing: bool = False
+    said_bye: bool = False
+    heard_bye: bool = False
+    #: Why it is down; ``None`` as long as it is not.
+    lost: Exception | None = None
+    #: Core has proved the peer's process dead.
+    dead: bool = False
+    #: Chunks that the peer was told of, and of which it has said that it heard.
+    told: int = 0
+    acknowledged: int = 0
+    #: Chunks that the peer has told us of, and what we have answered.
+    heard: int = 0
+    answered: int = 0
+    #: Flights of which the device no longer says anything.
+    adrift: int = 0
+
+    @property
+    def open(self) -> bool:
+        return self.mapping is not None and self.lost is None
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing of it can be written here any more, and nothing here is read for it."""
+        return (self.dead or self.heard_bye) and not self.flights and not self.adrift
+
+
+class IpcConnector(ConnectorBase):
+    """See the module.  ``device``: the stage's.  ``inflight``: chunks per peer that are under way, at most."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, peer: PeerId, device: int, cuda: Cuda, mover: Mover, wire: Wire, inflight: int) -> None:
+        self.peer = peer
+        self._device = device
+        self._cuda = cuda
+        self._mover = mover
+        self._wire = wire
+        self._inflight = inflight
+        self._links: dict[PeerId, _Link] = {}
+        #: Links that are down, and may still be written or read through.
+        self._ebbing: dict[PeerId, _Link] = {}
+        self._offer: Offer | None = None
+        self._book: AddressBook | None = None
+        self._completions: list[Completion] = []
+        self._receipts: list[Receipt] = []
+        self._events: list[PeerEvent] = []
+        self._dropped = 0
+        self._unmap_failures = 0
+        self._thread = 0
+        self._closed = False
+
+    def _enter(self) -> None:
+        """Once per thread that calls: the driver acts in the context that is current there."""
+        thread = threading.get_ident()
+        if self._thread != thread:
+            self._cuda.enter(self._device)
+            self._thread = thread
+
+    # -- memory (T1) -------------------------------------------------------------------------------------------------
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        self._enter()
+        for region in regions:
+            if region.kind == "cuda" and region.device != self._device:
+                reason = f"it is on device {region.device}, and the stage was opened on device {self._device}"
+                raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
+        self._offer = offer(self._cuda, regions)
+        self._book = AddressBook({region.id: region.address for region in regions})
+
+    def metadata(self) -> bytes:
+        if self._offer is None:
+            raise TransportError("T2: there is no metadata before regions are registered: it tells of them")
+        return Metadata(self._wire.card, self._offer.encode()).encode()
+
+    # -- the handshake (T2) ------------------------------------------------------------------------------------------
+
+    def connect(self, peer: Endpoint) -> None:
+        """Refuse what cannot work, with the reason, and else say hello: up when the peer's own has come, and its memory
+        is mapped."""
+        self._enter()
+        id = peer.peer
+        for old in [known for known in self._links if known.name == id.name and known != id]:
+            self._lose(self._links[old], PeerLost(f"C1.4: {old} was replaced by {id}", peer=old))
+        if id in self._links:
+            return
+        try:
+            metadata = Metadata.decode(peer.metadata)
+            theirs = Offer.decode(metadata.offer)
+            theirs.check(peer.regions, id)
+            reason = unreachable(self._cuda, theirs, self._device, id)
+            if reason:
+                raise ConnectError(f"T2: {reason}", peer=id)
+            self._wire.connect(id, metadata.card)
+        except (ProtocolViolation, TransportError) as error:
+            cause = error if isinstance(error, ConnectError) else ConnectError(f"T2: {error}", peer=id)
+            if cause is not error:
+                cause.__cause__ = error
+            # it was not greeted, so it is not up there, and writes nothing
+            self._events.append(PeerEvent(id, up=False, quiet=True, error=cause))
+            return
+        self._links[id] = _Link(id, theirs)
+
+    def _greeted(self, link: _Link) -> None:
+        try:
+            link.mapping = Mapping(self._cuda, link.offer, link.peer)
+        except Exception as error:
+            self._lose(link, error)
+            return
+        link.book = AddressBook(link.mapping.addresses)
+        self._events.append(PeerEvent(link.peer, up=True))
+
+    def disconnect(self, peer: PeerId) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            return  # down already; only its death makes it quiet then
+        if link.open:
+            link.closing = True
+            self._part(link)
+        else:
+            self._lose(link, PeerLost(f"T2: {peer} was disconnected before it was up", peer=peer))
+
+    def _part(self, link: _Link) -> None:
+        """An orderly end, as far as it has come: drained, unmapped, bye; over when both have said it."""
+        if link.flights or link.adrift:
+            return
+        if not link.said_bye:
+            problem = self._unmap(link)
+            if problem is not None:
+                self._lose(link, problem)
+                return
+            link.said_bye = True
+            try:
+                self._wire.send(link.peer, encode(Bye()))
+            except PeerLost as error:
+                self._lose(link, error)
+                return
+        if link.heard_bye:
+            del self._links[link.peer]
+            self._wire.leave(link.peer)
+            self._events.append(PeerEvent(link.peer, up=False, quiet=True))
+
+    def _unmap(self, link: _Link) -> Exception | None:
+        mapping, link.mapping = link.mapping, None
+        if mapping is not None:
+            try:
+                mapping.close()
+            except Exception as error:
+                self._unmap_failures += 1
+                return error
+        return None
+
+    def fenced(self, peer: PeerId) -> None:
+        """The peer's process is dead, and its device work with it.  What of ours is still under way to it ends by
+        itself, in a later ``poll``."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.dead = True
+            self._lose(link, PeerLost(f"C6.4: {peer} was fenced", peer=peer))
+        elif peer in self._ebbing:
+            link = self._ebbing[peer]
+            link.dead = True
+            self._ebb(link)
+
+    def _lose(self, link: _Link, cause: Exception) -> None:
+        """The end of a link for whatever reason but an agreed one (T7).  What was started goes on until it is over."""
+        link.lost = cause
+        del self._links[link.peer]
+        self._wire.drop(link.peer)
+        self._ebbing[link.peer] = link
+        self._look(link)
+        quiet = link.quiet
+        self._events.append(PeerEvent(link.peer, up=False, quiet=quiet, error=cause))
+        if quiet:
+            self._forget(link)
+
+    def _ebb(self, link: _Link) -> None:
+        """A link that is down: tell what ends, and when it is quiet."""
+        self._look(link)
+        if link.quiet:
+            self._events.append(PeerEvent(link.peer, up=False, quiet=True, error=link.lost))
+            self._forget(link)
+        elif not link.flights and not link.adrift:
+            self._unmap(link)
+
+    def _forget(self, link: _Link) -> None:
+        del self._ebbing[link.peer]
+        self._unmap(link)
+
+    # -- chunks at the source (T5, T6, T9) ---------------------------------------------------------------------------
+
+    def submit(self, chunk: Chunk) -> bool:
+        """Start the copy at once; where there is no room for it, refuse (T6).
+
+        There is none while as many are under way as may be, or while a peer that stands still has not heard of many
+        that are done.
+        """
+        link = self._links.get(chunk.peer)
+        if link is None or not link.open or link.closing or link.book is None or self._book is None:
+            error = PeerLost(f"T7: {chunk.peer} is not connected", peer=chunk.peer)
+            self._completions.append(_failed(chunk, error))
+            return True
+        if len(link.flights) >= self._inflight or link.told - link.acknowledged >= MAX_UNHEARD:
+            return False
+        self._enter()
+        event: DeviceEvent | None = None
+        if chunk.nbytes:
+            try:
+                event = self._mover.start(
+                    self._book.addresses(chunk.source), link.book.addresses(chunk.target), chunk.source.length
+                )
+            except Exception as error:
+                what = f"chunk {chunk.sequence} of transfer {chunk.transfer} to {chunk.peer}"
+                cause = TransportError(f"T5: {what} was not started: {error}", peer=chunk.peer)
+                cause.__cause__ = error
+                adrift = isinstance(error, Adrift)
+                link.adrift += adrift
+                self._completions.append(_failed(chunk, cause, quiet=not adrift))
+                return True
+        link.flights.append(_Flight(chunk, event))
+        return True
+
+    def outstanding(self) -> int:
+        links = (*self._links.values(), *self._ebbing.values())
+        return len(self._completions) + sum(len(link.flights) for link in links)
+
+    def _look(self, link: _Link) -> None:
+        """Take up what the device has finished, tell the peer of it, and report it."""
+        done = self._landed(link)
+        if not done:
+            return
+        error: Exception | None = link.lost
+        if error is None:
+            try:
+                for word in batches([flight.key for flight in done]):
+                    self._wire.send(link.peer, encode(word))
+            except PeerLost as lost:
+                error = lost  # the wire reports it as down, too
+        if error is None:
+            link.told += len(done)
+            self._completions += [
+                Completion(flight.chunk.transfer, flight.chunk.sequence, Outcome.DONE, True, True) for flight in done
+            ]
+        else:
+            self._completions += [_failed(flight.chunk, error) for flight in done]
+
+    def _landed(self, link: _Link) -> list[_Flight]:
+        """Flights that are over, in their order.  In each lane one ends after the other."""
+        done: list[_Flight] = []
+        left: list[_Flight] = []
+        waiting = 0
+        for index, flight in enumerate(link.flights):
+            if waiting == LANES:
+                left += link.flights[index:]
+                break
+            try:
+                over = flight.event is None or flight.event.query()
+            except Exception as error:
+                link.flights = [*left, *link.flights[index:]]
+                self._set_adrift(link, error)
+                return done
+            if over:
+                done.append(flight)
+            else:
+                waiting += 1
+                left.append(flight)
+        if done:
+            link.flights = left
+        return done
+
+    def _set_adrift(self, link: _Link, error: Exception) -> None:
+        """The device has failed: of nothing that is under way it says any more whether it is over (T5)."""
+        cause = TransportError(f"T5: the device failed: {error}; what it still does is not known", peer=link.peer)
+        cause.__cause__ = error
+        self._completions += [_failed(flight.chunk, cause, quiet=False) for flight in link.flights]
+        link.adrift += len(link.flights)
+        link.flights = []
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def poll(self) -> Progress:
+        if self._closed:
+            return IDLE
+        self._enter()
+        for event in self._wire.poll():
+            link = self._links.get(event.peer)
+            if link is None:
+                continue
+            match event:
+                case Up():
+                    self._greeted(link)
+                case Word(data=data):
+                    self._hear(link, data)
+                case Down(error=error):
+                    self._lose(link, error)
+        for link in list(self._links.values()):
+            self._look(link)
+            self._answer(link)
+            if link.closing:
+                self._part(link)
+        for link in list(self._ebbing.values()):
+            self._ebb(link)
+        if not (self._completions or self._receipts or self._events):
+            return IDLE
+        progress = Progress(tuple(self._completions), tuple(self._receipts), tuple(self._events))
+        self._completions, self._receipts, self._events = [], [], []
+        return progress
+
+    def _hear(self, link: _Link, data: bytes) -> None:
+        try:
+            word = decode(data)
+            match word:
+                case Written(chunks):
+                    self._receipts += [Receipt(link.peer, transfer, sequence) for transfer, sequence in chunks]
+                    link.heard += len(chunks)
+                case Heard(count):
+                    if not link.acknowledged <= count <= link.told:
+                        raise ProtocolViolation(
+                            "C7.4", f"{link.peer} has heard of {count} chunks, and was told of {link.told}"
+                        )
+                    link.acknowledged = count
+                case Bye():
+                    link.heard_bye = True
+                    link.closing = True
+        except ProtocolViolation as error:
+            self._dropped += 1
+            self._lose(link, error)
+
+    def _answer(self, link: _Link) -> None:
+        if link.heard != link.answered and link.open and not link.said_bye:
+            link.answered = link.heard
+            try:
+                self._wire.send(link.peer, encode(Heard(link.heard)))
+            except PeerLost:
+                return  # the wire reports it
+
+    def wait(self, timeout: float) -> None:
+        """Until a word comes; while copies are under way, until one of them is over."""
+        flights = [link.flights[0] for link in self._links.values() if link.flights]
+        if not flights:
+            self._wire.wait(timeout)
+            return
+        limit = time.monotonic() + timeout
+        while time.monotonic() < limit:
+            try:
+                if any(flight.event is None or flight.event.query() for flight in flights):
+                    return
+            except Exception:
+                return  # poll reports it
+            time.sleep(_PAUSE)
+
+    def statistics(self) -> Figures[str, float]:
+        return {
+            **self._mover.figures(),
+            "dropped_words_total": self._dropped + self._wire.dropped,
+            "unmap_failures_total": self._unmap_failures,
+        }
+
+    # -- the end (T10) -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        waiting = self.outstanding()
+        if waiting:
+            raise Outstanding(f"T10: {waiting} chunks are outstanding; poll until they are over", outstanding=waiting)
+        self._enter()
+        self._closed = True
+        problems = [self._unmap(link) for link in (*self._links.values(), *self._ebbing.values())]
+        self._links.clear()
+        self._ebbing.clear()
+        self._wire.close()
+        self._mover.close()
+        for problem in problems:
+            if problem is not None:
+                raise TransportError(f"T10: a peer's memory was not unmapped: {problem}") from problem
+
+
+def _failed(chunk: Chunk, error: Exception, *, quiet: bool = True) -> Completion:
+    return Completion(chunk.transfer, chunk.sequence, Outcome.FAILED, quiet, quiet, error)
