@@ -3,6 +3,18 @@
 Modules: :mod:`~kvbaton_cuda_ipc.library` loads ucxx and says why not, :mod:`~kvbaton_cuda_ipc.wire` connects stages and
 carries messages between them, :mod:`~kvbaton_cuda_ipc.words` is how they greet each other.  Importing this package
 loads no native library.
+
+Of the transport ``cuda_ipc``: :mod:`~kvbaton_cuda_ipc.ipc` is the promise, :mod:`~kvbaton_cuda_ipc.mapping` opens one
+process's memory to another by way of CUDA's :mod:`~kvbaton_cuda_ipc.driver`, :mod:`~kvbaton_cuda_ipc.mover` starts
+what moves bytes, of which :mod:`~kvbaton_cuda_ipc.scatter` is the kernel, and :mod:`~kvbaton_cuda_ipc.ipc_words` is
+what its ends tell each other.
 """
 
 from __future__ import annotations
+
+from kvbaton_cuda_ipc.ipc_plugin import IpcPlugin
+
+#: The object behind the entry point ``cuda_ipc`` of the group ``kvbaton.connectors``.
+cuda_ipc = IpcPlugin()
+
+__all__ = ["IpcPlugin", "cuda_ipc"]

@@ -1,0 +1,567 @@
+"""The connector's own logic: a device whose copies the test finishes, real UCX between two ends of one process."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda, FakeMover
+from fake_plugin import HostConnector
+
+from kvbaton.connector import Chunk, ConnectorContext, Endpoint, MemoryRegion, Outcome, RegionInfo
+from kvbaton.errors import ConnectError, Outstanding, RegistrationError, TransportError
+from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.segments import Segments
+from kvbaton_cuda_ipc import ipc
+from kvbaton_cuda_ipc.driver import DriverError
+from kvbaton_cuda_ipc.ipc import AddressBook, IpcConnector
+from kvbaton_cuda_ipc.ipc_plugin import IpcOptions, IpcPlugin
+from kvbaton_cuda_ipc.ipc_words import Bye, Heard, Written, encode
+from kvbaton_cuda_ipc.mover import Adrift
+from kvbaton_cuda_ipc.wire import Settings, Wire
+
+SIZE = 4096
+
+
+class End:
+    """A connector with 4 KiB of memory, and everything that it has said."""
+
+    def __init__(self, name, fill, patience=None, inflight=4):
+        self.peer = PeerId.start(name)
+        self.cuda = FakeCuda()
+        self.mover = FakeMover(self.cuda, patience)
+        wire = Wire(self.peer, ipc.PROTOCOL, Settings())
+        self.connector = HostConnector(self.peer, 0, self.cuda, self.mover, wire, inflight)
+        self.memory = np.full(SIZE, fill, np.uint8)
+        self.connector.register([MemoryRegion.of_array(0, self.memory)])
+        self.completions, self.receipts, self.peers = [], [], []
+
+    def endpoint(self, **changes):
+        values = {
+            "transport": "cuda_ipc", "version": "1", "peer": self.peer, "regions": (RegionInfo(0, "cuda", SIZE),),
+            "geometry": b"", "metadata": self.connector.metadata(), **changes
+        }  # fmt: skip
+        return Endpoint(**values)
+
+    def poll(self):
+        progress = self.connector.poll()
+        self.completions += progress.completions
+        self.receipts += progress.receipts
+        self.peers += progress.peers
+
+    @property
+    def ups(self):
+        return [event for event in self.peers if event.up]
+
+    @property
+    def downs(self):
+        return [event for event in self.peers if not event.up]
+
+
+class Two:
+    def __init__(self, monkeypatch, **how):
+        # handles are not opened by the process that made them; what stands in for the device can do it
+        monkeypatch.setattr(ipc, "unreachable", lambda *_: "")
+        self.source, self.target = End("prefill-0", 7, **how), End("decode-0", 200)
+        self.ends = [self.source, self.target]
+
+    def until(self, condition, passes=4000):
+        for _ in range(passes):
+            for end in self.ends:
+                end.poll()
+            if condition():
+                return
+            self.source.connector._wire.wait(0.001)
+        raise AssertionError(f"not reached: {[(end.completions, end.receipts, end.peers) for end in self.ends]}")
+
+    def connect(self):
+        self.source.connector.connect(self.target.endpoint())
+        self.target.connector.connect(self.source.endpoint())
+        self.until(lambda: self.source.ups and self.target.ups)
+        return self
+
+    def chunk(self, sequence=0, offset=0, length=64, transfer=None):
+        row = Segments.of([(0, offset, length)] if length else [])
+        return Chunk(transfer or new_transfer_id(), sequence, self.target.peer, row, row, length)
+
+    def close(self):
+        for end in self.ends:
+            if end.connector._closed:
+                continue
+            end.mover.settle()
+            for other in self.ends:
+                end.connector.fenced(other.peer)
+            for _ in range(10):
+                end.poll()
+            end.connector.close()
+            assert not end.cuda.mapped
+
+
+@pytest.fixture
+def two(monkeypatch):
+    made = []
+
+    def make(**how):
+        made.append(Two(monkeypatch, **how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+# -- the way of a chunk ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T3", "T4", "T5")
+def test_nothing_is_said_before_the_device_is_done(two):
+    """While the copy is under way there is neither completion nor receipt; then there are both, once, and the bytes."""
+    pair = two().connect()
+    chunk = pair.chunk(length=100)
+    assert pair.source.connector.submit(chunk)
+    for _ in range(20):
+        for end in pair.ends:
+            end.poll()
+    assert not pair.source.completions
+    assert not pair.target.receipts
+    assert pair.source.connector.outstanding() == 1
+    pair.source.mover.finish()
+    pair.until(lambda: pair.target.receipts and pair.source.completions)
+    (completion,), (receipt,) = pair.source.completions, pair.target.receipts
+    assert (completion.outcome, completion.terminal) == (Outcome.DONE, True)
+    assert (receipt.peer, receipt.transfer, receipt.sequence) == (pair.source.peer, chunk.transfer, 0)
+    assert pair.target.memory.tolist() == [7] * 100 + [200] * (SIZE - 100)
+    assert pair.source.connector.outstanding() == 0
+
+
+@pytest.mark.clause("T5")
+def test_a_chunk_without_bytes_asks_nothing_of_the_device(two):
+    pair = two().connect()
+    assert pair.source.connector.submit(pair.chunk(length=0))
+    pair.until(lambda: pair.target.receipts and pair.source.completions)
+    assert not pair.source.mover.copies
+
+
+@pytest.mark.clause("T4")
+def test_chunks_end_as_the_device_ends_them(two):
+    """Of two lanes the later chunk's may be done first."""
+    pair = two().connect()
+    transfer = new_transfer_id()
+    for sequence in range(2):
+        pair.source.connector.submit(pair.chunk(sequence, 64 * sequence, transfer=transfer))
+    pair.source.mover.copies[1].finish()
+    pair.until(lambda: pair.target.receipts)
+    assert [receipt.sequence for receipt in pair.target.receipts] == [1]
+    pair.source.mover.finish(2)
+    pair.until(lambda: len(pair.target.receipts) == 2)
+    assert [completion.sequence for completion in pair.source.completions] == [1, 0]
+
+
+@pytest.mark.clause("T6")
+def test_no_more_is_under_way_than_may_be(two):
+    pair = two(inflight=2).connect()
+    assert [pair.source.connector.submit(pair.chunk(number)) for number in range(3)] == [True, True, False]
+    pair.source.mover.finish(1)
+    pair.until(lambda: pair.source.completions)
+    assert pair.source.connector.submit(pair.chunk(3))
+
+
+@pytest.mark.clause("T6", "T12")
+def test_a_peer_that_hears_nothing_is_told_a_bounded_number_of_chunks(two, monkeypatch):
+    """The target stands still: its receipts would pile up. It hears them later, each once, and there is room again."""
+    monkeypatch.setattr(ipc, "MAX_UNHEARD", 10)
+    pair = two(patience=0).connect()
+    accepted = 0
+    for _ in range(40):
+        accepted += pair.source.connector.submit(pair.chunk(accepted, length=8))
+        pair.source.poll()
+    assert accepted <= 10 + 4
+    assert not pair.source.connector.submit(pair.chunk(99))
+    pair.until(lambda: len(pair.target.receipts) == accepted)
+    pair.until(lambda: pair.source.connector.submit(pair.chunk(99)))
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T5")
+def test_a_copy_that_is_not_started_is_a_failed_chunk_that_is_quiet(two):
+    pair = two().connect()
+    pair.source.mover.fails = RuntimeError("no such kernel")
+    assert pair.source.connector.submit(pair.chunk())
+    pair.until(lambda: pair.source.completions)
+    (completion,) = pair.source.completions
+    assert (completion.outcome, completion.terminal) == (Outcome.FAILED, True)
+    assert "no such kernel" in str(completion.error)
+
+
+@pytest.mark.clause("T5", "C6.1")
+def test_a_device_that_says_nothing_any_more_makes_nothing_quiet(two):
+    """Neither a start that it has half done, nor what was under way, nor the link."""
+    pair = two().connect()
+    source = pair.source
+    source.connector.submit(pair.chunk(0))
+    source.mover.fails = Adrift("an illegal address was accessed")
+    source.connector.submit(pair.chunk(1))
+
+    def broken():
+        raise RuntimeError("unspecified launch failure")
+
+    source.mover.copies[0].query = broken
+    source.connector.submit(pair.chunk(2))
+    pair.until(lambda: len(source.completions) == 3)
+    assert {completion.outcome for completion in source.completions} == {Outcome.FAILED}
+    assert not any(completion.source_quiet or completion.target_quiet for completion in source.completions)
+    assert source.connector.outstanding() == 0
+    source.connector.disconnect(pair.target.peer)
+    for _ in range(10):
+        source.poll()
+    assert not any(event.quiet for event in source.downs)
+
+
+@pytest.mark.clause("T5", "T7")
+def test_what_had_landed_before_the_device_failed_is_done_once(two):
+    pair = two().connect()
+    source = pair.source
+    for number in range(2):
+        source.connector.submit(pair.chunk(number, 64 * number))
+
+    def broken():
+        raise RuntimeError("unspecified launch failure")
+
+    source.mover.copies[0].finish()
+    source.mover.copies[1].query = broken
+    pair.until(lambda: len(source.completions) == 2)
+    assert sorted((one.sequence, one.outcome, one.terminal) for one in source.completions) == [
+        (0, Outcome.DONE, True), (1, Outcome.FAILED, False)
+    ]  # fmt: skip
+    assert source.connector.outstanding() == 0
+
+
+@pytest.mark.clause("T7", "C6.4", "T5")
+def test_a_peer_that_is_gone_leaves_the_copies_to_it_to_end_by_themselves(two):
+    """Down at once, and not quiet while we read; the mapping stays until the copy is over; a fence then makes quiet."""
+    pair = two().connect()
+    source = pair.source
+    source.connector.submit(pair.chunk())
+    pair.target.connector._wire.close()
+    pair.ends = [source]
+    pair.until(lambda: source.downs)
+    source.connector.fenced(pair.target.peer)
+    source.poll()
+    assert [event.quiet for event in source.downs] == [False]
+    assert source.cuda.mapped
+    assert source.connector.outstanding() == 1
+    source.mover.finish()
+    source.poll()
+    (completion,) = source.completions
+    assert (completion.outcome, completion.terminal) == (Outcome.FAILED, True)
+    assert [event.quiet for event in source.downs] == [False, True]
+    assert not source.cuda.mapped
+    assert not source.connector._ebbing
+
+
+@pytest.mark.clause("T7")
+def test_a_chunk_for_a_peer_that_is_gone_fails(two):
+    pair = two().connect()
+    pair.source.connector.fenced(pair.target.peer)
+    assert pair.source.connector.submit(pair.chunk())
+    pair.source.poll()
+    assert [completion.outcome for completion in pair.source.completions] == [Outcome.FAILED]
+
+
+@pytest.mark.clause("C9.3", "C7.4")
+@pytest.mark.parametrize("word", [b"", b"x", b"w123", b"h1", encode(Heard(1)), encode(Bye()) + b"x"])
+def test_a_peer_that_says_what_cannot_be_is_down_and_not_quiet(two, word):
+    pair = two().connect()
+    if word:
+        pair.target.connector._wire.send(pair.source.peer, word)
+    else:
+        pair.source.connector._hear(pair.source.connector._links[pair.target.peer], word)
+    pair.until(lambda: pair.source.downs)
+    assert not pair.source.downs[0].quiet
+    assert "C9.3" in str(pair.source.downs[0].error) or "C7.4" in str(pair.source.downs[0].error)
+
+
+# -- the end of a link -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("C6.4", "T10")
+def test_an_agreed_end_waits_for_the_copies_and_unmaps_before_it_says_so(two):
+    """One end disconnects while a copy is under way: it drains, both unmap, and both are quiet."""
+    pair = two().connect()
+    source, target = pair.source, pair.target
+    source.connector.submit(pair.chunk())
+    source.connector.disconnect(target.peer)
+    for _ in range(20):
+        source.poll()
+        target.poll()
+    assert source.cuda.mapped
+    assert not source.downs
+    assert not target.downs
+    source.mover.finish()
+    pair.until(lambda: source.downs and target.downs)
+    assert source.completions[0].outcome is Outcome.DONE
+    assert target.receipts
+    assert source.downs[0].quiet
+    assert target.downs[0].quiet
+    assert not source.cuda.mapped
+    assert not target.cuda.mapped
+
+
+@pytest.mark.clause("C6.4")
+def test_the_other_end_says_bye_only_when_its_own_copies_are_over(two):
+    pair = two().connect()
+    source, target = pair.source, pair.target
+    source.connector.submit(pair.chunk())
+    target.connector.disconnect(source.peer)
+    for _ in range(20):
+        source.poll()
+        target.poll()
+    assert not target.downs
+    assert source.connector.submit(pair.chunk(1))
+    source.poll()
+    assert [completion.outcome for completion in source.completions] == [Outcome.FAILED]
+    source.mover.finish()
+    pair.until(lambda: source.downs and target.downs)
+    assert target.downs[0].quiet
+    assert len(target.receipts) == 1
+
+
+@pytest.mark.clause("T10", "C5.4")
+def test_close_refuses_while_a_copy_is_under_way_and_then_leaves_nothing(two):
+    pair = two().connect()
+    source = pair.source
+    source.connector.submit(pair.chunk())
+    with pytest.raises(Outstanding):
+        source.connector.close()
+    source.mover.finish()
+    pair.until(lambda: source.completions)
+    source.connector.close()
+    source.connector.close()
+    assert not source.cuda.mapped
+    assert source.mover.closed
+    assert not source.connector.poll()
+
+
+# -- the handshake ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T2", "C3.6")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metadata": b""},
+        {"metadata": b"\x92\xc4\x01a\xc4\x01b"},
+        {"regions": (RegionInfo(0, "cuda", 2 * SIZE),)},
+        {"regions": ()},
+    ],
+)
+def test_metadata_that_is_not_right_is_refused_with_the_reason(two, changes):
+    """At once, quiet: it was never greeted."""
+    pair = two()
+    pair.source.connector.connect(pair.target.endpoint(**changes))
+    pair.source.poll()
+    (event,) = pair.source.downs
+    assert event.quiet
+    assert isinstance(event.error, ConnectError)
+    assert not pair.source.cuda.opened
+
+
+@pytest.mark.clause("T2")
+def test_two_ends_of_one_process_are_refused_with_the_reason(two, monkeypatch):
+    pair = two()
+    monkeypatch.undo()
+    pair.source.connector.connect(pair.target.endpoint())
+    pair.source.poll()
+    assert "cannot be opened in the process that made it" in str(pair.source.downs[0].error)
+
+
+@pytest.mark.clause("T2", "T7")
+def test_memory_that_cannot_be_mapped_ends_the_link(two):
+    pair = two()
+    pair.source.cuda.fails["open"] = DriverError("CUDA_ERROR_INVALID_VALUE")
+    pair.source.connector.connect(pair.target.endpoint())
+    pair.target.connector.connect(pair.source.endpoint())
+    pair.until(lambda: pair.source.downs)
+    assert "CUDA_ERROR_INVALID_VALUE" in str(pair.source.downs[0].error)
+    assert not pair.source.downs[0].quiet  # it was greeted, and may have mapped ours
+    assert not pair.source.cuda.mapped
+
+
+@pytest.mark.clause("C1.4")
+def test_a_new_epoch_replaces_the_old_one(two):
+    pair = two().connect()
+    new = End("decode-0", 200)
+    pair.ends.append(new)
+    pair.source.connector.connect(new.endpoint())
+    new.connector.connect(pair.source.endpoint())
+    pair.until(lambda: new.ups and len(pair.source.ups) == 2)
+    assert [event.peer for event in pair.source.downs] == [pair.target.peer]
+    assert len(pair.source.cuda.mapped) == 1
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T1")
+def test_memory_of_another_device_than_the_stages_is_refused(two):
+    pair = two()
+    with pytest.raises(RegistrationError, match="was opened on device 0"):
+        IpcConnector.register(pair.source.connector, [MemoryRegion(5, "cuda", 1, 4096, 64)])
+
+
+@pytest.mark.clause("T2")
+def test_there_is_no_metadata_before_memory_is_registered():
+    cuda = FakeCuda()
+    wire = Wire(PeerId.start("prefill-0"), ipc.PROTOCOL, Settings())
+    connector = IpcConnector(wire.me, 0, cuda, FakeMover(cuda), wire, 4)
+    with pytest.raises(TransportError, match="register"):
+        connector.metadata()
+    connector.close()
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize("bases", [{4: 1 << 50}, {-3: 1000, 0: 1 << 50, 9: 5, 70_000: 1 << 60}])
+def test_addresses_of_segments(bases):
+    ids = sorted(bases)
+    rows = [(ids[index % len(ids)], index << 30, 1) for index in range(20)]
+    found = AddressBook(bases).addresses(Segments.of(rows))
+    assert found.tolist() == [bases[id] + offset for id, offset, _ in rows]
+
+
+# -- the plugin object -----------------------------------------------------------------------------------------------
+
+
+class Here(IpcPlugin):
+    """The plugin object on a machine that a test describes."""
+
+    def __init__(self, cuda=None, lacks=""):
+        self._cuda, self._lacks = cuda, lacks
+
+    def cuda(self):
+        return self._cuda
+
+    def lacks(self):
+        return self._lacks
+
+    def mover(self, cuda, device, options):
+        raise RuntimeError("the kernel does not compile")
+
+
+@pytest.mark.clause("T2", "T13")
+@pytest.mark.parametrize(
+    ("plugin", "need", "word"),
+    [
+        (Here(FakeCuda()), ("cuda", "cross_process"), ""),
+        (Here(FakeCuda()), ("host", "cross_process"), "memory of a device"),
+        (Here(FakeCuda()), ("cuda", "same_process"), "in the process that made it"),
+        (Here(FakeCuda()), ("cuda", "cross_host"), "one host"),
+        (Here(None), ("cuda", "cross_process"), "no CUDA driver"),
+        (Here(FakeCuda(devices=())), ("cuda", "cross_process"), "no device"),
+        (Here(FakeCuda(), "triton cannot be found"), ("cuda", "cross_process"), "triton"),
+    ],
+)
+def test_what_is_missing_is_told_with_a_remedy(plugin, need, word):
+    from kvbaton.connector import Need
+
+    found = plugin.probe(Need(*need))
+    assert found.usable == (not word)
+    assert word in found.reason
+    assert bool(found.remedy) == bool(word)
+    assert found.capabilities is not None
+
+
+@pytest.mark.clause("T2")
+def test_a_driver_that_is_too_old_or_broken_is_told():
+    from kvbaton.connector import Need
+
+    class Old(FakeCuda):
+        def version(self):
+            return 11020
+
+    class Broken(FakeCuda):
+        def devices(self):
+            raise DriverError("cuDeviceGetCount failed with CUDA_ERROR_SYSTEM_NOT_READY (802)")
+
+    need = Need("cuda", "cross_process")
+    assert "CUDA 11.2" in Here(Old()).probe(need).reason
+    assert "SYSTEM_NOT_READY" in Here(Broken()).probe(need).reason
+
+
+@pytest.mark.clause("T10")
+@pytest.mark.parametrize(
+    ("plugin", "device", "error"),
+    [
+        (Here(FakeCuda()), None, "has no device"),
+        (Here(FakeCuda()), 3, "this process sees 1"),
+        (Here(None), 0, "no CUDA driver"),
+        (Here(FakeCuda(), "triton cannot be found"), 0, "triton"),
+        (Here(FakeCuda()), 0, "does not compile"),
+    ],
+)
+def test_what_cannot_be_opened_says_why_and_leaves_nothing(plugin, device, error):
+    before = _descriptors()
+    with pytest.raises(Exception, match=error):
+        plugin.open(IpcOptions(), ConnectorContext(PeerId.start("prefill-0"), device))
+    assert _descriptors() <= before + 1  # what UCX opens once for a process, if this was its first worker
+
+
+def _descriptors():
+    from pathlib import Path
+
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_options_are_strict():
+    from pydantic import ValidationError
+
+    assert IpcOptions(engine_above="16MiB").engine_above == 16 << 20
+    for wrong in ({"programs": 0}, {"inflight_chunks": 0}, {"nothing": 1}, {"engine_above": "much"}):
+        with pytest.raises(ValidationError):
+            IpcOptions(**wrong)
+
+
+@pytest.mark.clause("C9.3")
+def test_words_are_what_they_say():
+    from hypothesis import given
+    from hypothesis import strategies as st
+
+    from kvbaton.errors import ProtocolViolation
+    from kvbaton_cuda_ipc.ipc_words import MAX_NAMED, batches, decode
+
+    chunks = [(new_transfer_id(), sequence) for sequence in range(MAX_NAMED + 1)]
+    made = batches(chunks)
+    assert [len(word.chunks) for word in made] == [MAX_NAMED, 1]
+    assert [decode(encode(word)) for word in made] == made
+    for word in (Written(tuple(chunks[:3])), Heard(7), Bye()):
+        assert decode(encode(word)) == word
+
+    @given(st.binary(max_size=80))
+    def anything(data):
+        try:
+            word = decode(data)
+        except ProtocolViolation:
+            return
+        assert encode(word) == data
+
+    anything()
+
+
+def test_the_fake_really_writes_where_it_says():
+    """The control of everything above: a copy lands in the mapped memory, and through a closed mapping in none."""
+    cuda = FakeCuda()
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(4096, np.uint8)
+    base = cuda.open(cuda.export(target.ctypes.data))
+    mover = FakeMover(cuda, patience=None)
+    column = [np.array([value], np.int64) for value in (source.ctypes.data, base + 8, 64)]
+    copy = mover.start(*column)
+    assert not copy.query()
+    assert not target.any()
+    mover.finish()
+    assert copy.query()
+    assert target[8:72].tolist() == source.tolist()
+    late = mover.start(*column)
+    cuda.close(base)
+    with pytest.raises(KeyError):
+        late.finish()
+    assert ctypes.sizeof(ctypes.c_void_p) == 8
