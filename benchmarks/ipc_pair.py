@@ -1,0 +1,384 @@
+"""Two processes, and the same bytes moved between them over CUDA IPC by kvbaton and in the ways that bound it.
+
+The ways take turns, at the source:
+
+- ``kvbaton``: chunks through the guard and the connector; over when the last receipt has been passed on *at the
+  target*, which tells the source by a pipe; and ``kvbaton-done``, the same until the last completion at the source;
+- ``kernel``: the transport's own kernel over a mapping of its own, one launch for each chunk, its tables on the device
+  beforehand, nobody told;
+- ``engine``: one copy by the driver for each segment, over that mapping;
+- ``ucxx``: one tagged message for each segment, by UCX on its own;
+- ``copy``: a plain copy of as many bytes within the source's device: what its memory gives.
+
+Segments lie scattered over twice the memory that they need, on both sides, where that is there.  Before anything is
+timed, every way has moved every shape once into memory that was cleared, and every byte of the target is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from nixl_pair import CHUNK_BYTES, Memory, Shape
+
+from kvbaton.connector import Chunk, ConnectorContext, Endpoint
+from kvbaton.guard import GuardedConnector, GuardLimits
+from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.segments import Segments, split
+
+WAYS = ("kvbaton", "kvbaton-done", "kernel", "engine", "ucxx", "copy")
+#: Ways that pay for each segment: not asked for more than so many.
+SLOW = {"engine": 2048, "ucxx": 2048}
+#: UCX on its own: the tag of its messages.
+_TAG = 77
+
+
+def guarded(name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedConnector:
+    """One end of kvbaton, with budgets that nothing here exhausts."""
+    from kvbaton_cuda_ipc import cuda_ipc
+
+    peer = PeerId.start(name)
+    guard = GuardedConnector(
+        cuda_ipc.open(cuda_ipc.Options(**options), ConnectorContext(peer, memory.device)), transport="cuda_ipc",
+        version="1", peer=peer,
+        limits=GuardLimits(inflight_bytes=1 << 40, inflight_segments=1 << 30, unreceipted_chunks=1 << 16),
+    )  # fmt: skip
+    guard.register([memory.region])
+    return guard
+
+
+class RawUcx:
+    """UCX on its own at one end: tagged messages of device memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        from kvbaton_cuda_ipc import library
+
+        self._ucxx = library.load()
+        self._buffer = library.buffer_of
+        context = self._ucxx.UCXContext({}, (self._ucxx.Feature.TAG,))
+        self.worker = self._ucxx.UCXWorker(context)
+        self.address = bytes(self.worker.address)
+        self._memory = memory
+        self._cells: list[Any] = []
+
+    def meet(self, address: bytes) -> None:
+        theirs = self._ucxx.UCXAddress.create_from_buffer(address)
+        self._endpoint = self.worker.create_endpoint_from_worker_address(theirs, False)
+
+    def prepare(self, cells: np.ndarray, length: int) -> None:
+        owner = self._memory.owner
+        self._cells = [self._buffer(owner[cell * length : (cell + 1) * length]) for cell in cells.tolist()]
+
+    def send(self) -> None:
+        tag = self._ucxx.UCXXTag(_TAG)
+        self._all([self._endpoint.tag_send(cell, tag) for cell in self._cells])
+
+    def receive(self) -> None:
+        tag, mask = self._ucxx.UCXXTag(_TAG), self._ucxx.UCXXTagMask((1 << 64) - 1)
+        self._all([self.worker.tag_recv(cell, tag, mask) for cell in self._cells])
+
+    def _all(self, requests: list[Any]) -> None:
+        for request in requests:
+            while not request.completed:
+                self.worker.progress()
+            request.check_error()
+
+
+def target(pipe: Any, device: int, nbytes: int, options: Mapping[str, Any]) -> None:
+    """The other process: polls kvbaton's end, and says what is wrong with what has come."""
+    from kvbaton_cuda_ipc import driver
+
+    memory = Memory("cuda", device, nbytes)
+    guard = guarded("decode-0", memory, options)
+    ucx = RawUcx(memory)
+    cuda = driver.load()
+    assert cuda is not None
+    known = cuda.allocation(memory.region.address)
+    assert known is not None
+    handle = cuda.export(known.base)
+    pipe.send((guard.endpoint().encode(), handle, memory.region.address - known.base, ucx.address))
+    endpoint, address = pipe.recv()
+    guard.connect(Endpoint.decode(endpoint))
+    ucx.meet(address)
+    wanted, idle = 0, 0
+    while True:
+        progress = guard.poll()
+        if progress.receipts:
+            wanted -= len(progress.receipts)
+            if wanted == 0:
+                pipe.send_bytes(b"r")
+            continue
+        idle += 1
+        if wanted == 0 or idle % 64 == 0:
+            if not pipe.poll(0.002 if wanted == 0 else 0):
+                continue
+            match pipe.recv():
+                case "expect", wanted:
+                    pipe.send("ready")
+                case "cells", cells, length:
+                    ucx.prepare(cells, length)
+                    pipe.send("ready")
+                case "ucxx":
+                    pipe.send("ready")
+                    ucx.receive()
+                    pipe.send("received")
+                case "clear", length, cells:
+                    memory.fill(length, np.zeros(cells, np.uint8))
+                    pipe.send("cleared")
+                case "check", length, count:
+                    pipe.send(memory.wrong(length, Shape(length, count).target()))
+                case "stop":
+                    break
+    guard.close()
+    pipe.send("over")
+    os._exit(0)  # what is timed is over; how ends are closed is for the kit to look at
+
+
+class Source:
+    """The source, connected in every way."""
+
+    def __init__(self, pipe: Any, device: int, nbytes: int, options: Mapping[str, Any]) -> None:
+        import torch
+
+        from kvbaton_cuda_ipc import driver
+        from kvbaton_cuda_ipc.mover import kernels
+
+        self._torch = torch
+        self._pipe = pipe
+        self.memory = Memory("cuda", device, nbytes)
+        self.guard = guarded("prefill-0", self.memory, options)
+        self._ucx = RawUcx(self.memory)
+        cuda = driver.load()
+        assert cuda is not None
+        self._cuda = cuda
+        endpoint, handle, offset, address = pipe.recv()
+        pipe.send((self.guard.endpoint().encode(), self._ucx.address))
+        self._there = cuda.open(handle) + offset
+        self._ucx.meet(address)
+        self._kernels = kernels(device)
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        theirs = Endpoint.decode(endpoint)
+        self._peer = theirs.peer
+        self.guard.connect(theirs)
+        while not any(event.up for event in self.guard.poll().peers):
+            os.sched_yield()
+
+    def _ask(self, *words: Any) -> Any:
+        self._pipe.send(words if len(words) > 1 else words[0])
+        return self._pipe.recv()
+
+    def take(
+        self,
+        length: int,
+        count: int,
+        ways: Sequence[str],
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        programs: int | None = None,
+    ) -> None:
+        """What is moved from now on.  Every way has moved it once, and what came was looked at (T3)."""
+        torch = self._torch
+        from kvbaton_cuda_ipc import scatter
+        from kvbaton_cuda_ipc.mover import PROGRAMS
+
+        shape = self._shape = Shape(length, count)
+        self.memory.fill(length, shape.source())
+        lengths, zeros = np.full(count, length), np.zeros(count, np.int32)
+        here, there = (Segments(zeros.copy(), cells * length, lengths.copy()) for cells in (shape.reads, shape.writes))
+        self._batches = split(here, there, chunk_bytes, 1 << 16)
+        if programs is None:
+            programs = PROGRAMS * torch.cuda.get_device_properties(self.memory.device).multi_processor_count
+        base = self.memory.region.address
+        self._plans = [
+            scatter.plan(base + reads.offset, self._there + writes.offset, reads.length, programs)
+            for reads, writes in self._batches
+        ]
+        self._tables = [torch.from_numpy(plan.table).to(self.memory.owner.device) for plan in self._plans]
+        self._copies = (
+            (base + here.offset).tolist(), (self._there + there.offset).tolist(), length
+        )  # fmt: skip
+        if "ucxx" in ways:
+            self._ask("cells", shape.writes, length)
+            self._ucx.prepare(shape.reads, length)
+        torch.cuda.synchronize(self.memory.device)
+        for way in ways:
+            if way == "copy":
+                continue
+            self._ask("clear", length, shape.cells)
+            self.turn(way)
+            wrong = self._ask("check", length, count)
+            if wrong:
+                raise RuntimeError(f"T3: {way}: {wrong} bytes of {count} x {length} are wrong")
+
+    def turn(self, way: str) -> float:
+        """Move everything once; seconds."""
+        run: Callable[[], float] = {
+            "kvbaton": lambda: self._by_kvbaton(received=True),
+            "kvbaton-done": lambda: self._by_kvbaton(received=False),
+            "kernel": self._by_kernel,
+            "engine": self._by_engine,
+            "ucxx": self._by_ucxx,
+            "copy": self._by_copy,
+        }[way]
+        return run()
+
+    def rates(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
+        """GB/s of each way, the median over ``repeats`` in which they take turns; and two rounds before them."""
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(repeats + 2):
+            for way in ways:
+                spent = self.turn(way)
+                if turn >= 2:
+                    seconds[way].append(spent)
+        nbytes = self._shape.length * self._shape.count
+        return {way: nbytes / statistics.median(spent) / 1e9 for way, spent in seconds.items()}
+
+    # -- the ways ------------------------------------------------------------------------------------------------------
+
+    def _by_kvbaton(self, *, received: bool) -> float:
+        self._ask("expect", len(self._batches))
+        guard, peer, pipe = self.guard, self._peer, self._pipe
+        start = time.perf_counter()
+        transfer = new_transfer_id()
+        waiting = [
+            Chunk(transfer, sequence, peer, reads, writes, reads.nbytes)
+            for sequence, (reads, writes) in enumerate(self._batches)
+        ]
+        waiting.reverse()
+        left = len(waiting)
+        while left:
+            while waiting and guard.submit(waiting[-1]):
+                waiting.pop()
+            done = guard.poll().completions
+            for completion in done:
+                if completion.outcome.value != "done":
+                    raise RuntimeError(f"chunk {completion.sequence}: {completion.error}")
+            left -= len(done)
+        spent = time.perf_counter() - start
+        while not pipe.poll(0):
+            guard.poll()
+        if received:
+            spent = time.perf_counter() - start
+        pipe.recv_bytes()
+        guard.acknowledge(transfer)
+        return spent
+
+    def _by_kernel(self) -> float:
+        start = time.perf_counter()
+        for index, (plan, table) in enumerate(zip(self._plans, self._tables, strict=True)):
+            self._kernels.run(plan, table, self._streams[index % 2].cuda_stream)
+        return self._settled(start)
+
+    def _by_engine(self) -> float:
+        reads, writes, length = self._copies
+        stream = self._streams[0].cuda_stream
+        start = time.perf_counter()
+        for read, write in zip(reads, writes, strict=True):
+            self._cuda.copy(write, read, length, stream)
+        return self._settled(start)
+
+    def _settled(self, start: float) -> float:
+        for stream in self._streams:
+            while not stream.query():
+                pass
+        return time.perf_counter() - start
+
+    def _by_ucxx(self) -> float:
+        self._ask("ucxx")
+        start = time.perf_counter()
+        self._ucx.send()
+        self._pipe.recv()
+        return time.perf_counter() - start
+
+    def _by_copy(self) -> float:
+        nbytes = min(self._shape.length * self._shape.count, self.memory.nbytes // 2)
+        here, there = self.memory.owner[:nbytes], self.memory.owner[self.memory.nbytes - nbytes :]
+        with self._torch.cuda.stream(self._streams[0]):
+            start = time.perf_counter()
+            there.copy_(here)
+            spent = self._settled(start)
+        return spent * self._shape.length * self._shape.count / nbytes
+
+    # -- a compute kernel beside it -----------------------------------------------------------------------------------
+
+    def beside(self, programs: Sequence[int], seconds: float = 0.5) -> list[dict[str, float]]:
+        """How much matrix products and a copy of the device's own memory slow down while chunks are copied without a
+        pause, with so many programs at once; and the rate of those copies."""
+        torch = self._torch
+        from kvbaton_cuda_ipc import scatter
+
+        a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.memory.owner.device)
+        big = torch.empty(1 << 28, dtype=torch.uint8, device=self.memory.owner.device)
+        out = torch.empty_like(a)
+        compute = torch.cuda.Stream(self.memory.device)
+        works: dict[str, Callable[[], Any]] = {
+            "matmul": lambda: torch.matmul(a, a, out=out),
+            "memory": lambda: big[: 1 << 27].copy_(big[1 << 27 :]),
+        }
+        base = self.memory.region.address
+        reads, writes = self._batches[0]
+        nbytes = reads.nbytes
+
+        def timed(work: Callable[[], Any], plan: Any, table: Any) -> tuple[float, float]:
+            """Seconds of one work, bytes copied per second; neither stream is ever without something to do."""
+            copy = self._streams[0]
+            working: deque[Any] = deque()
+            copying: deque[Any] = deque()
+            works_done = copies_done = 0
+            torch.cuda.synchronize(self.memory.device)
+            start = time.perf_counter()
+            while time.perf_counter() - start < seconds:
+                if len(working) < 4:
+                    with torch.cuda.stream(compute):
+                        for _ in range(4):
+                            work()
+                    working.append(compute.record_event())
+                if plan is not None and len(copying) < 6:
+                    for _ in range(8):
+                        self._kernels.run(plan, table, copy.cuda_stream)
+                    copying.append(copy.record_event())
+                while working and working[0].query():
+                    working.popleft()
+                    works_done += 4
+                while copying and copying[0].query():
+                    copying.popleft()
+                    copies_done += 8
+            took = time.perf_counter() - start
+            torch.cuda.synchronize(self.memory.device)
+            return took / works_done, copies_done * nbytes / took
+
+        found = []
+        for name, work in works.items():
+            alone, _ = timed(work, None, None)
+            for count in programs:
+                plan = scatter.plan(base + reads.offset, self._there + writes.offset, reads.length, count)
+                table = torch.from_numpy(plan.table).to(self.memory.owner.device)
+                torch.cuda.synchronize(self.memory.device)
+                slowed, rate = timed(work, plan, table)
+                found.append({"beside": name, "programs": count, "slowdown": slowed / alone, "gb_per_s": rate / 1e9})
+        return found
+
+
+@contextlib.contextmanager
+def pair(nbytes: int, options: Mapping[str, Any], devices: tuple[int, int] = (0, 0)) -> Iterator[Source]:
+    """A source here and a target in a process of its own, with ``nbytes`` of memory each."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, devices[1], nbytes, options), daemon=True)
+    process.start()
+    try:
+        source = Source(ours, devices[0], nbytes, options)
+        yield source
+        source.guard.close()
+        ours.send("stop")
+        ours.recv()
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,172 @@
+"""P7: CUDA IPC between two processes, against what bounds it and against what others do, in one run.
+
+The figures are rates over a plain copy within the device, and over the transport's own kernel (see :mod:`ipc_pair`).
+NIXL's own API is measured in processes of its own, because two copies of UCX must not meet.  With ``--devices 0,1`` the
+source is on the first device and the target on the second; else both are on device 0, whose kernels take turns where
+both processes have some.
+
+    python benchmarks --only P7 [--devices 0,1]
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absent import Absent
+from ipc_pair import SLOW, WAYS, pair
+from nixl_pair import RAW, KiB, MiB
+from nixl_pair import pair as nixl_pair
+
+#: Bytes of memory at either end.
+MEMORY = 4 << 30
+LENGTHS = [KiB << step for step in range(2, 17, 2)] + [32 * KiB, 1536 * KiB]
+#: Bytes of one point of the curve; at most so many segments, at least one.
+TOTAL, MOST = 256 * MiB, 32768
+#: case, bytes of a segment, segments: the hand-offs, in chunks of 64 MiB.
+HAND_OFFS = [("1,024 x 1.5 MiB in 25 chunks", 1536 * KiB, 1024), ("49,152 x 32 KiB in 24 chunks", 32 * KiB, 49152)]
+PROGRAMS = (8, 16, 32, 64, 132, 264, 528)
+RESULTS = Path(__file__).parent / "results"
+
+
+def points() -> list[tuple[int, int]]:
+    """Length and count of each point of the curve."""
+    return [(length, max(1, min(MOST, TOTAL // length))) for length in sorted(LENGTHS)]
+
+
+def measure_ipc(pipe: Any, devices: tuple[int, int]) -> None:
+    """In a process of its own: everything that uses the UCX of ucxx."""
+    curve = []
+    with pair(MEMORY, {}, devices) as source:
+        for length, count in points():
+            ways = [way for way in WAYS if count <= SLOW.get(way, count)]
+            source.take(length, count, ways)
+            curve.append({"length": length, "count": count, **source.rates(ways, 7)})
+        offs = []
+        for case, length, count in HAND_OFFS:
+            ways = [way for way in WAYS if count <= SLOW.get(way, count)]
+            source.take(length, count, ways)
+            offs.append({"case": case, "length": length, "count": count, **source.rates(ways, 11)})
+        beside = source.beside(PROGRAMS)
+        figures = dict(source.guard.statistics())
+    pipe.send((curve, offs, beside, figures))
+
+
+def measure_nixl(pipe: Any, devices: tuple[int, int]) -> None:
+    """In a process of its own: NIXL brings another UCX."""
+    found = []
+    with nixl_pair("cuda", MEMORY, {}, devices) as source:
+        for length, count in [*points(), *((length, count) for _, length, count in HAND_OFFS)]:
+            source.take(length, min(count, 8192))
+            found.append({"length": length, "count": min(count, 8192), **source.rates([RAW], 3)})
+    pipe.send(found)
+
+
+def apart(measure: Any, devices: tuple[int, int]) -> Any:
+    """What ``measure`` sends, from a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=measure, args=(theirs, devices))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError as error:
+        raise RuntimeError(f"{measure.__name__} failed; what it printed says why") from error
+    finally:
+        process.join(30)
+        process.kill()
+
+
+def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
+    """Raises :class:`absent.Absent` where there is no such device."""
+    try:
+        import torch
+    except ImportError as error:
+        raise Absent(f"no CUDA device: {error}") from error
+    if torch.cuda.device_count() <= max(devices):
+        raise Absent(f"no CUDA device {max(devices)}: torch sees {torch.cuda.device_count()}")
+    where = " (two devices)" if devices[0] != devices[1] else ""
+    curve, offs, beside, figures = apart(measure_ipc, devices)
+    try:
+        nixl = {(point["length"], point["count"]): point[RAW] for point in apart(measure_nixl, devices)}
+    except RuntimeError:
+        nixl = {}  # not installed here, say; the curve is drawn without it
+    for point in (*curve, *offs):
+        point["nixl"] = nixl.get((point["length"], min(point["count"], 8192)))
+    rows: list[dict[str, Any]] = []
+    for point in curve:
+        length = point["length"]
+        ratio = point["kvbaton"] / point["copy"]
+        target = {1536 * KiB: ("kvbaton rate / the device's own copy", 0.70)}.get(length)
+        rate = 16 * KiB <= length <= 64 * KiB
+        rows.append(
+            {
+                "id": "P7", "case": f"{point['count']:,} x {_size(length)}{where}",
+                "value": round(point["kvbaton"] if rate else ratio, 3),
+                "unit": "GB/s" if rate else "kvbaton rate / the device's own copy",
+                "target": 400 if rate else target and target[1],
+                "ok": point["kvbaton"] >= 400 if rate else target and ratio >= target[1],
+                "point": _rounded(point),
+            }
+        )  # fmt: skip
+    for off in offs:
+        ratio = off["kvbaton"] / off["kernel"]
+        rows.append(
+            {
+                "id": "P7", "case": off["case"] + where, "value": round(ratio, 3),
+                "unit": "hand-off rate / kernel rate", "target": 0.9, "ok": ratio >= 0.9, "point": _rounded(off),
+            }
+        )  # fmt: skip
+    rows += [
+        {
+            "id": "P7", "case": f"{one['beside']} beside copies of {one['programs']} programs{where}",
+            "value": round(one["slowdown"], 3), "unit": "its time / its time alone", "target": None, "ok": None,
+            "better": "lower", "gb_per_s": round(one["gb_per_s"], 1),
+        }
+        for one in beside
+    ]  # fmt: skip
+    rows[0]["connector"] = {name: value for name, value in figures.items() if name.startswith("connector_")}
+    return rows
+
+
+def _rounded(point: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in point.items()}
+
+
+def _size(length: int) -> str:
+    return f"{length / MiB:g} MiB" if length >= MiB else f"{length / KiB:g} KiB"
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Rate over length of segment, a line for each way."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvbaton"
+    from matplotlib import pyplot
+
+    curve = [row["point"] for row in rows if "point" in row and "case" not in row["point"]]
+    curve.sort(key=lambda point: point["length"])
+    lines = {
+        "copy": ("k:", "copy within the device"), "kernel": ("k--", "the kernel alone"),
+        "kvbaton": ("o-", "kvbaton, cuda_ipc, until received"), "engine": ("s-", "a copy of the driver's each"),
+        "ucxx": ("^-", "UCX, a message each"), "nixl": ("v-", "NIXL's own API"),
+    }  # fmt: skip
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    for way, (style, label) in lines.items():
+        drawn = [(point["length"] / KiB, point[way]) for point in curve if point.get(way)]
+        if drawn:
+            axes.plot(*zip(*drawn, strict=True), style, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("length of a segment, KiB")
+    axes.set_ylabel("GB/s")
+    axes.set_title("between two processes on CUDA devices")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
