@@ -46,6 +46,7 @@ ONE_OF_EACH = [
     messages.Stop(),
     messages.Fatal("quarantine"),
     messages.Call("c1", "s1", "statistics"),
+    messages.Call("c2", "s2", "profile_start", {"directory": "/tmp/p", "seconds": 1.5, "tools": ["python"]}),
     messages.Reply("c1", "s1", {"blocks": 3, "deep": [1, {"a": None}]}),
     messages.Reply("c1", "s1", error="no such method"),
 ]

@@ -120,11 +120,11 @@ def test_only_whole_blocks_with_the_same_history_count() -> None:
 
 def test_what_was_generated_is_a_beginning_for_what_comes_next() -> None:
     it = Deployment()
-    it.serve("a", PROMPT, answer=9)
-    conversation = (*PROMPT, *range(1000, 1009), 5)
+    it.serve("a", PROMPT, answer=8)
+    conversation = (*PROMPT, *range(1000, 1008), 5)
     it.loads = busy(decode_0=0.1)
     assert it.choose("b", conversation)[1] == "decode-0"
-    assert it.policy.statistics()["decode_tokens_expected"] == 24  # the ninth has no KV yet
+    assert it.policy.statistics()["decode_tokens_expected"] == 20  # the eighth has no KV yet
 
 
 def test_a_recomputed_request_counts_its_delivered_tokens_once() -> None:

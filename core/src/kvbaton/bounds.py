@@ -16,6 +16,9 @@ from kvbaton.errors import LocalProtocolError
 #: Bytes of one encoded message unless the channel is configured otherwise (a prompt of a million tokens fits).
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 
+#: Seconds that a profiling session may last: nobody forgets one for longer.
+MAX_PROFILE_SECONDS: Final = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class GuardLimits:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -223,6 +224,19 @@ class ColocatedEngine(StageEngine, Protocol):
 
     def add(self, transfer: TransferId, request: Request) -> None:
         """Queue a request; ``step`` reports its tokens, and its memory is free again after the last."""
+
+
+class ProfilingEngine(StageEngine, Protocol):
+    """An engine that can say what it spends its time on: both methods or neither, on the engine's thread.
+
+    A stage profiles that thread by itself; this is for what it cannot see, kernels above all.  One session at a time.
+    """
+
+    def start_profile(self, stem: Path) -> None:
+        """Begin.  Files will be ``stem`` with endings, in a directory that is there.  Raises where it cannot."""
+
+    def stop_profile(self) -> Sequence[Path]:
+        """End, write and return the files.  Whatever happens, nothing is profiled afterwards."""
 
 
 class EnginePlugin(Protocol):

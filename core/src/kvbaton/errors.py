@@ -123,6 +123,10 @@ class LocalProtocolError(KvbatonError):
     """You used an object of kvbaton in a way its documentation forbids.  Nothing was changed."""
 
 
+class ProfilingError(LocalProtocolError):
+    """A profiling session cannot be held as it was asked for.  Nothing is profiled because of it."""
+
+
 class SegmentError(LocalProtocolError, ValueError):
     """Segment lists are unequal, empty-lengthed or outside their region (C3.6).  No byte moved."""
 

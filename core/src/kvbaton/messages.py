@@ -40,6 +40,10 @@ Timings: TypeAlias = dict[str, float]
 Ordinal = Annotated[int, msgspec.Meta(ge=1)]
 
 
+#: One argument of a generic call.
+Argument: TypeAlias = bool | int | float | str | list[str]
+
+
 class _Message(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True):
     """A message: immutable, tagged with its name, strict about its fields."""
 
@@ -234,13 +238,16 @@ class Fatal(_Message, frozen=True):
 
 
 class Call(_Message, frozen=True):
-    """C to stage: a generic call (statistics, health).  Its ids are never looked up among transfers
+    """C to stage: a generic call (statistics, health, profiling).  Its ids are never looked up among transfers
     (C1.5).
+
+    ``arguments``: what the method takes; the stage looks at each before it believes it.
     """
 
     control_id: str
     session_id: str
     method: str
+    arguments: dict[str, Argument] = {}
 
 
 class Reply(_Message, frozen=True):

@@ -18,6 +18,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused
 from kvbaton.hooks import Hooks
 from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.plugins import choose_engine
+from kvbaton.profiling import Profiling
 from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.service import Service
 from kvbaton.settings import Settings
@@ -181,6 +183,28 @@ class PDRuntime:
         """As :meth:`statistics`, with the word of each stage's pump, which answers whatever its engine does:
         ``healthy``, and ``step_seconds``, for how long its engine has been in one step."""
         return self._service.ask("health")
+
+    def profile(
+        self,
+        directory: str | Path,
+        *,
+        seconds: float = 60.0,
+        tools: Sequence[str] = ("python",),
+        stages: Sequence[str] | None = None,
+    ) -> Profiling:
+        """Begin a profiling session: each stage profiles its engine's thread, and writes a file when it is stopped.
+
+        ``directory`` is made (0700) where it is missing; where it is there it must be yours alone, and on each stage's
+        own host.  ``seconds``: after so many it ends by itself, 3600 at most.  ``tools``: ``python`` is cProfile, whose
+        files are ``STAGE-EPOCH-SESSION.prof`` (from Python 3.12 on it sees all threads of the process, and a process
+        has one session at a time); ``engine`` is what the engine itself offers, the transformers engine a trace by
+        torch's profiler.  ``stages``: the names of those that take part; all by default.
+
+        Returns once every stage has answered, or ``deadline.control`` has passed; whatever went wrong at one stage is
+        in :attr:`Profiling.stages` and does not keep the others from it.  Raises
+        :class:`~kvbaton.errors.ProfilingError` where nobody could do what is asked.
+        """
+        return Profiling.start(self._service.profile, self._service.lives(), directory, seconds, tools, stages)
 
     def stage(self, name: str) -> StageState:
         """How a stage stands, by what the coordinator has seen; asks nobody.

@@ -67,6 +67,9 @@ _BEATS = 4
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
 
+#: What is said for a stage that can say nothing any more.
+_ENDED = "the stage ended"
+
 T = TypeVar("T")
 
 
@@ -366,17 +369,49 @@ class Service:
 
     def ask(self, method: str) -> dict[str, Any]:
         """C9.2: one reply or error of each stage within ``deadline.control``, and the coordinator's books."""
+
+        def present() -> tuple[list[PeerId], dict[str, Any]]:
+            return [v.peer for v in self._machine.peers() if v.peer in self._up], {"coordinator": self._books()}
+
+        return self._fan_out(method, "runtime", {}, present)
+
+    def lives(self) -> dict[str, PeerId]:
+        """The present life of each stage, by name."""
+        return {peer.name: peer for peer in tuple(self._handles)}  # of several lives the last one counts
+
+    def profile(
+        self, method: str, session: str, arguments: Mapping[str, Any], peers: Sequence[PeerId]
+    ) -> dict[str, Any]:
+        """C9.2: one call of a profiling session.  For a life that has ended its end is said; the next has no part in
+        it.
+        """
+
+        def present() -> tuple[list[PeerId], dict[str, Any]]:
+            ended = {peer.name: {"error": _ENDED} for peer in peers if peer not in self._up}
+            return [peer for peer in peers if peer in self._up], ended
+
+        return self._fan_out(method, session, arguments, present)
+
+    def _fan_out(
+        self, method: str, session: str, arguments: Mapping[str, Any],
+        present: Callable[[], tuple[Sequence[PeerId], dict[str, Any]]],
+    ) -> dict[str, Any]:  # fmt: skip
+        """Call the peers that are ``present``; what each says within ``deadline.control``, by name, besides what is
+        known without.
+        """
         future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
 
         def action() -> None:
-            peers = [view.peer for view in self._machine.peers() if view.peer in self._up]
-            census = _Census(
-                future, {}, time.monotonic() + self._settings.deadline.control, {"coordinator": self._books()}
-            )
+            peers, known = present()
+            census = _Census(future, {}, time.monotonic() + self._settings.deadline.control, known)
             for peer in peers:
-                call = messages.Call(f"{method}-{next(self._order)}", "runtime", method)
-                census.waiting[peer] = call.control_id
-                self._channels.send(peer, call)
+                call = messages.Call(f"{method}-{next(self._order)}", session, method, dict(arguments))
+                try:
+                    self._channels.send(peer, call)
+                except KvbatonError as error:  # this peer's affair; the others are asked
+                    known[peer.name] = {"error": str(error)}
+                else:
+                    census.waiting[peer] = call.control_id
             self._censuses.append(census)
 
         self.call(action)
@@ -635,7 +670,7 @@ class Service:
             self._forget_handle(handle)
         for census in self._censuses:
             if census.waiting.pop(peer, None):
-                census.result[peer.name] = {"error": "the stage ended"}
+                census.result[peer.name] = {"error": _ENDED}
         for reporter in [r for r, held in self._held_back.items() if held.about == peer]:
             self._hear_out(reporter, now)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,14 @@ from kvbaton.engine import (
     SamplingParams,
     StepOutput,
 )
-from kvbaton.errors import ConfigurationError, LocalProtocolError, ModelNotFound, PromptTooLong, RequestRefused
+from kvbaton.errors import (
+    ConfigurationError,
+    LocalProtocolError,
+    ModelNotFound,
+    ProfilingError,
+    PromptTooLong,
+    RequestRefused,
+)
 from kvbaton.identity import TransferId, new_transfer_id
 from kvbaton.reservation import Reservation
 from kvbaton_transformers import Loops, TransformersOptions, plugin
@@ -676,3 +685,25 @@ def test_importing_the_plugin_loads_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# -- profiling ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_shows_what_was_computed_and_a_process_has_one(tmp_path: Path) -> None:
+    made, other = engine(), engine()
+    expected = ids(serve(other, [ask(9)])[0])
+    made.start_profile(tmp_path / "stem")
+    try:
+        with pytest.raises(ProfilingError, match="one engine of a process"):
+            other.start_profile(tmp_path / "other")
+        assert ids(serve(made, [ask(9)])[0]) == expected
+    finally:
+        files = made.stop_profile()
+    assert list(files) == [tmp_path / "stem.trace.json"] == list(tmp_path.iterdir())
+    assert any(event.get("name") == "aten::linear" for event in json.loads(files[0].read_text())["traceEvents"])
+    assert made.stop_profile() == []
+    other.start_profile(tmp_path / "other")
+    other.close()
+    made.start_profile(tmp_path / "again")
+    assert len(made.stop_profile()) == 1

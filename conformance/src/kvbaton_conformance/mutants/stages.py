@@ -74,10 +74,10 @@ add("what-is-held-is-not-named", "a stage that exits with memory held does not s
 add("a-full-quarantine-stops-nobody", "a stage whose quarantine is full goes on", "T8",
     edit(Stage._on_progress, "            self._die(str(fault))\n", "            pass\n"))  # fmt: skip
 add("a-control-call-is-not-answered", "a generic call gets no reply", "C9.2",
-    edit(Stage._call, "            self.channel.send(messages.Reply(call.control_id, call.session_id, health))\n",
+    edit(Stage._call, "            self._reply(call, {\"healthy\": healthy, \"step_seconds\": self.engine_age()})\n",
          "            pass\n"))  # fmt: skip
 add("an-unknown-control-call-is-not-answered", "a call that a stage does not know gets no error", "C9.2",
-    edit(Stage._call, "            self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))\n",
+    edit(Stage._call, "            self._reply(call, None, f\"C9.2: no method {method!r}; there are {known}\")\n",
          "            pass\n"))  # fmt: skip
 add("a-failed-import-is-forgotten", "an import that raises is reported to nobody", "C6.3 C6.1",
     edit(EngineLoop._carry_out, "            self._report(CommandFailed(subject, error))\n", "            pass\n"))  # fmt: skip

@@ -184,6 +184,12 @@ def run_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run undisaggregated as well and say whether the tokens are equal.")
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="DIR", help="Profile each stage's engine; the files go there (read by pstats)."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text and tables.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -204,7 +210,7 @@ def run_command(
         written = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         sampling = {name: number(name, text) for name, text in written.items() if text is not None}
         found = gather(prompt or (), prompts, sampling)
-        status = run(settings, found, compare=compare, as_object=as_json)
+        status = run(settings, found, compare=compare, as_object=as_json, profile=profile)
     raise typer.Exit(status)
 
 

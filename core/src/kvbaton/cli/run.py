@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from kvbaton.bounds import MAX_PROFILE_SECONDS
 from kvbaton.cli import console
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, exit_status, say
 from kvbaton.cli.interrupt import Interrupt
@@ -24,16 +26,19 @@ _TICK = 0.1
 _HEADER = 60
 
 
-def run(settings: Settings, prompts: Sequence[Prompt], *, compare: bool, as_object: bool) -> int:
+def run(
+    settings: Settings, prompts: Sequence[Prompt], *, compare: bool, as_object: bool, profile: Path | None = None
+) -> int:
     """Run ``prompts`` and show them; the exit status.
 
-    ``compare`` runs them undisaggregated as well; ``as_object`` prints one JSON object in place of text and tables.
+    ``compare`` runs them undisaggregated as well; ``as_object`` prints one JSON object in place of text and tables;
+    ``profile`` is where the stages put their profiles, which costs no request anything but time.
     Raises :class:`~kvbaton.errors.KvbatonError` where nothing could be run.
     """
     screen = screen_for(quiet=as_object)
     try:
         with Interrupt() as interrupt:
-            answers, requests, late = _disaggregated(settings, prompts, screen, interrupt)
+            answers, requests, late = _disaggregated(settings, prompts, screen, interrupt, profile)
             if interrupt.requested:
                 screen.close()
                 cancelled = len(prompts) - sum(a.record.finish_reason in ("stop", "length") for a in answers)
@@ -57,7 +62,7 @@ def run(settings: Settings, prompts: Sequence[Prompt], *, compare: bool, as_obje
 
 
 def _disaggregated(
-    settings: Settings, prompts: Sequence[Prompt], screen: Screen, interrupt: Interrupt
+    settings: Settings, prompts: Sequence[Prompt], screen: Screen, interrupt: Interrupt, profile: Path | None
 ) -> tuple[list[Answer], list[Request], KvbatonError | None]:
     """Answers, the requests behind them, and what went wrong only after all of them had ended."""
     tally = Tally()
@@ -74,7 +79,16 @@ def _disaggregated(
                     raise SettingsError(f"{prompt.origin}: the model's tokenizer makes no token of it", key="prompt")
                 requests.append(Request(token_ids, prompt.sampling))
             serving = _Serving(runtime, settings.limits.waiting, prompts, requests, screen, tally)
-            answers = serving.until_done(interrupt)
+            if profile is None:
+                answers = serving.until_done(interrupt)
+            else:
+                with runtime.profile(profile, seconds=MAX_PROFILE_SECONDS) as session:
+                    answers = serving.until_done(interrupt)
+                for name, stage in session.stages.items():
+                    if stage.error is not None:
+                        say(f"{name} was not profiled: {stage.error}")
+                    for file in stage.files:
+                        say(f"{name} was profiled: {file}")
             screen.progress("stopping")
     except KvbatonError as error:
         if answers is None:

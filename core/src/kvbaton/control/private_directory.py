@@ -123,25 +123,33 @@ def check(directory: Path) -> None:
     Raises: ConfigurationError that says what is wrong and what to do.
     """
     try:
-        found = os.lstat(directory)
+        status = os.lstat(directory)
     except OSError as error:
         raise ConfigurationError(
             f"the control directory {directory} cannot be looked at: {error}. Is the coordinator running?",
             directory=str(directory),
         ) from error
-    wrong = None
-    if not stat.S_ISDIR(found.st_mode):
-        wrong = "is not a directory"
-    elif found.st_uid != os.geteuid():
-        wrong = f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
-    elif found.st_mode & 0o077:
-        wrong = f"has mode {stat.S_IMODE(found.st_mode):04o} and can be entered by others (chmod 700 it)"
-    if wrong:
+    if found := _wrong(status):
         raise ConfigurationError(
-            f"the control directory {directory} {wrong}. Control sockets need a directory that is yours alone; nothing"
+            f"the control directory {directory} {found}. Control sockets need a directory that is yours alone; nothing"
             " was opened.",
             directory=str(directory),
         )
+
+
+def wrong(directory: Path) -> str | None:
+    """Why ``directory`` is not this user's alone, as the end of a sentence about it; None: it is.  Raises OSError."""
+    return _wrong(os.lstat(directory))
+
+
+def _wrong(found: os.stat_result) -> str | None:
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a directory"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, not to user {os.geteuid()}"
+    if found.st_mode & 0o077:
+        return f"has mode {stat.S_IMODE(found.st_mode):04o} and can be entered by others (chmod 700 it)"
+    return None
 
 
 def _default_base() -> Path:

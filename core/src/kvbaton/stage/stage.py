@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ import msgspec
 from kvbaton import messages
 from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent, Progress
 from kvbaton.control import StageChannel
-from kvbaton.engine import Role
+from kvbaton.engine import Role, StageEngine
 from kvbaton.errors import KvbatonError, MessageError, QuarantineFull
 from kvbaton.guard import GuardedConnector, GuardProgress
 from kvbaton.handoff import effects as fx
@@ -33,6 +34,7 @@ from kvbaton.handoff.source import Source
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.reservation import Capacity
 from kvbaton.stage import engine_loop as loop
+from kvbaton.stage.profiling import ProfileSessions
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class Stage(ABC):
         self._post_command = post
         self._clock = clock
         self._shutdown_deadline = shutdown_deadline
-        self._reports: deque[loop.Report | _Answer] = deque()
+        self._reports: deque[loop.Report | _Answered] = deque()
         #: Seconds that the engine's thread has been in one step or command; set where the two are joined.
         self.engine_age: Callable[[], float] = lambda: 0.0
         #: Effects that are still to be carried out, and whether that is being done.
@@ -100,6 +102,7 @@ class Stage(ABC):
         self._began: dict[TransferId, float] = {}
         self._timings: dict[TransferId, dict[str, float]] = {}
         self._counts: Counter[str] = Counter()
+        self._profiles = ProfileSessions(peer, self._ask_engine, self._reply, clock)
 
     # -- driven by the pump ------------------------------------------------------------------------------------------
 
@@ -120,6 +123,7 @@ class Stage(ABC):
             busy = True
             self._on_report(self._reports.popleft())
         busy = self._check_quiet() or busy
+        busy = self._profiles.expire() or busy
         busy = self._progress() or busy
         progress = self.guard.poll()
         if progress:
@@ -255,7 +259,7 @@ class Stage(ABC):
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def _on_report(self, report: loop.Report | _Answer) -> None:
+    def _on_report(self, report: loop.Report | _Answered) -> None:
         match report:
             case loop.Suspended(transfer, quiet):
                 if quiet is None or quiet.query():
@@ -269,8 +273,8 @@ class Stage(ABC):
             case loop.EngineFailed(error):
                 self._engine_broken = True
                 self._die(f"C6.3: the engine of {self.peer} failed: {type(error).__name__}: {error}")
-            case _Answer():
-                self._answer_statistics(report)
+            case _Answered(then, answer):
+                then(answer)
             case _:
                 self._run(self._on_engine(report))
 
@@ -397,29 +401,40 @@ class Stage(ABC):
     # -- generic control ---------------------------------------------------------------------------------------------
 
     def _call(self, call: messages.Call) -> None:
-        """C9.2: statistics and health; disturbs no transfer."""
+        """C9.2: statistics, health and profiling; disturbs no transfer."""
         match call.method:
             case "statistics":
-
-                def answer(figures: Any) -> None:
-                    self._reports.append(_Answer(call, figures))
-                    self.channel.wake()
-
-                self._post_command(loop.Query(lambda engine: engine.statistics(), answer))
+                self._ask_engine(lambda engine: engine.statistics(), partial(self._answer_statistics, call))
             case "health":
                 healthy = not self._engine_broken and self._fatal is None
-                health = {"healthy": healthy, "step_seconds": self.engine_age()}  # the pump's word: an engine may hang
-                self.channel.send(messages.Reply(call.control_id, call.session_id, health))
+                # the pump's word: an engine may hang
+                self._reply(call, {"healthy": healthy, "step_seconds": self.engine_age()})
+            case "profile_start":
+                self._profiles.start(call)
+            case "profile_stop":
+                self._profiles.stop(call)
             case method:
-                error = f"C9.2: no method {method!r}; there are statistics and health"
-                self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))
+                known = "statistics, health, profile_start and profile_stop"
+                self._reply(call, None, f"C9.2: no method {method!r}; there are {known}")
 
-    def _answer_statistics(self, answer: _Answer) -> None:
+    def _ask_engine(self, question: Callable[[StageEngine], object], then: Callable[[Any], None]) -> None:
+        """Put a question to the engine's thread; ``then`` gets its answer, or the exception in its place, on this
+        one.
+        """
+
+        def answer(found: object) -> None:
+            self._reports.append(_Answered(then, found))
+            self.channel.wake()
+
+        self._post_command(loop.Query(question, answer))
+
+    def _reply(self, call: messages.Call, result: Any, error: str | None = None) -> None:
+        self.channel.send(messages.Reply(call.control_id, call.session_id, result, error))
+
+    def _answer_statistics(self, call: messages.Call, engine: Mapping[str, float] | Exception) -> None:
         """The engine's figures have come; the others are the pump's own, and are read on its thread."""
-        call, engine = answer.call, answer.figures
         if isinstance(engine, Exception):
-            error = f"{type(engine).__name__}: {engine}"
-            self.channel.send(messages.Reply(call.control_id, call.session_id, None, error))
+            self._reply(call, None, f"{type(engine).__name__}: {engine}")
             return
         channel = self.channel.statistics()
         dropped = {f"dropped_{family}_{reason}": count for (family, reason), count in channel.dropped.items()}
@@ -428,13 +443,14 @@ class Stage(ABC):
             "transport": dict(self.guard.statistics()),
             "stage": {"transfers": len(self.machine), **self._counts, **dropped},
         }
-        self.channel.send(messages.Reply(call.control_id, call.session_id, figures))
+        self._reply(call, figures)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _begin_stop(self) -> None:
         if self._stop_by is None:
             self._stop_by = self._clock() + self._shutdown_deadline
+            self._profiles.end()
 
     def _die(self, cause: str) -> None:
         """The stage must not go on: tell C, drain what can be drained, end with status 1."""
@@ -448,6 +464,7 @@ class Stage(ABC):
         """An exception escaped a pass: nothing can be proven any more, so the process must end and be joined."""
         _log.critical("%s: the pump failed", self.peer, exc_info=error)
         self.outcome = StageOutcome(1, f"the pump failed: {type(error).__name__}: {error}", exposed=True)
+        self._profiles.end()
         self._post_command(loop.Quit())
 
     def _end_if_done(self) -> None:
@@ -474,8 +491,8 @@ class Stage(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """What the engine said to a call for statistics: its figures, or why there are none."""
+class _Answered:
+    """What the engine's thread has answered to a question, or why it could not, and who wants to know."""
 
-    call: messages.Call
-    figures: Mapping[str, float] | Exception
+    then: Callable[[Any], None]
+    answer: Any

@@ -6,8 +6,10 @@ and this module keeps each transfer's state and reports to the stage.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,14 @@ from kvbaton.engine import (
     StepOutput,
     Tokenizer,
 )
-from kvbaton.errors import CacheError, ConfigurationError, LocalProtocolError, PromptTooLong, RequestRefused
+from kvbaton.errors import (
+    CacheError,
+    ConfigurationError,
+    LocalProtocolError,
+    ProfilingError,
+    PromptTooLong,
+    RequestRefused,
+)
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Capacity, Reservation
 from kvbaton_transformers import support
@@ -37,6 +46,9 @@ from kvbaton_transformers.plugin import TransformersOptions
 from kvbaton_transformers.quantised import Scales, constant_scales
 from kvbaton_transformers.runner import Batching, Forward, Row, Runner
 from kvbaton_transformers.scheduler import Job, Limits, Phase, Scheduler, Work
+
+#: Two sessions of torch's profiler in one process end it.
+_TRACED = threading.Lock()
 
 
 class _Ahead(NamedTuple):
@@ -101,6 +113,7 @@ class TransformersEngine:
         #: D: reservations whose memory is not locally quiet yet (C2.7).
         self._unquiet: list[tuple[DeviceEvent, Job]] = []
         self._drafted = self._accepted = 0
+        self._profiler: tuple[torch.profiler.profile, Path] | None = None
         self._closed = False
         if role is Role.COLOCATED:
             self.regions(None)
@@ -395,6 +408,39 @@ class TransformersEngine:
         if self.role is Role.COLOCATED:
             self.release_transfer(job.transfer)
 
+    # -- profiling -----------------------------------------------------------------------------------------------------
+
+    def start_profile(self, stem: Path) -> None:
+        """Trace every operation, by torch's own profiler.  The trace grows with each of them, and is kept in memory.
+
+        Raises :class:`~kvbaton.errors.ProfilingError` where another engine of this process is traced.
+        """
+        if not _TRACED.acquire(blocking=False):
+            raise ProfilingError("torch traces one engine of a process at a time, and another one is being traced")
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        try:
+            profiler = torch.profiler.profile(activities=kinds)
+            profiler.start()
+        except BaseException:
+            _TRACED.release()
+            raise
+        self._profiler = profiler, stem.with_name(f"{stem.name}.trace.json")
+
+    def stop_profile(self) -> Sequence[Path]:
+        """The trace, in Chrome's format, which Perfetto shows as well."""
+        if self._profiler is None:
+            return []
+        (profiler, path), self._profiler = self._profiler, None
+        try:
+            profiler.stop()
+            profiler.export_chrome_trace(str(path))
+            path.chmod(0o600)
+        finally:
+            _TRACED.release()
+        return [path]
+
     # -- figures and the end -------------------------------------------------------------------------------------------
 
     def statistics(self) -> Mapping[str, float]:
@@ -425,6 +471,10 @@ class TransformersEngine:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._profiler is not None:
+                (profiler, _), self._profiler = self._profiler, None
+                profiler.stop()
+                _TRACED.release()
             self._jobs.clear()
             self._unquiet.clear()
             # Regions that were handed out keep their tensors alive.
