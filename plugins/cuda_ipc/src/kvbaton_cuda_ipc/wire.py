@@ -342,12 +342,12 @@ class Wire:
         """What has come since the last call; bounded work."""
         if self._worker is None:
             return []
+        self._throw_away()
         self._progress()
         self._hear_hellos()
         self._hear_words()
         for link in list(self._links.values()):
             self._hear(link)
-        self._throw_away()
         self._leaving = [one for one in self._leaving if not self._has_left(one)]
         for peer in list(self._after):
             self.pending(peer)
@@ -377,7 +377,10 @@ class Wire:
         self._trash.append(self._receive(tag, bytearray(1)))
 
     def _throw_away(self) -> None:
-        """Whatever is nobody's: otherwise it would fill our memory."""
+        """Whatever is nobody's: otherwise it would fill our memory.
+
+        Before anything new is heard: then what the words so far have announced is expected.
+        """
         self._trash = [one for one in self._trash if not one.done]
         for _ in range(_TRASH_PER_POLL):
             found = self._probe(_TRASH)
@@ -390,13 +393,12 @@ class Wire:
                 break
             tag = found.sender_tag.value
             link = self._tokens.get(tag & _TOKEN_MASK)
-            if link is not None:
-                if not link.expected and not link.words:
-                    # the word that announces it has come before it
-                    self._violated(link, "a payload that nobody expects")
-                    continue
+            if link is None:
+                self._discard(tag)
+            elif link.expected or link.words or self._probe(_WORD) is not None:
                 break
-            self._discard(tag)
+            else:
+                self._violated(link, "a payload that nobody expects")
 
     def _hear_hellos(self) -> None:
         for _ in range(WORDS_PER_POLL):
