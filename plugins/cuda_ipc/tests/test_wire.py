@@ -19,7 +19,7 @@ from kvbaton_cuda_ipc import library
 from kvbaton_cuda_ipc.wire import MAX_WORD, Bulk, Down, Settings, Up, Wire, Word
 from kvbaton_cuda_ipc.words import TOKEN_BITS, VERSION, Card, Hello
 
-LOOPBACK = Settings({"NET_DEVICES": "lo"})
+LOOPBACK = Settings()
 BOUND = 20.0
 
 
@@ -288,10 +288,12 @@ def test_bytes_on_its_port_that_are_not_ucx_disturb_nothing(ends):
 
 
 def listening():
-    """Ports of 127.0.0.1 on which this process listens."""
+    """Ports on which this process listens; all are of 127.0.0.1."""
     ours = {str(path.readlink())[8:-1] for path in Path("/proc/self/fd").iterdir() if _is_socket(path)}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in ours]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in ours]
+    assert {address for address, _ in places} == {"0100007F"}
+    return [int(port, 16) for _, port in places]
 
 
 def _is_socket(path):

@@ -62,6 +62,9 @@ _TRASH_PER_POLL = 64
 #: While UCX has something to do that needs no descriptor, it is looked at this often (seconds).
 _PAUSE = 0.0005
 
+#: Nothing listens on any other interface.
+DEFAULTS = {"NET_DEVICES": "lo"}
+
 # the two highest bits of a tag say what a message is, the others are the token
 _TRASH, _HELLO, _WORD, _BULK = (kind << TOKEN_BITS for kind in range(4))
 _KIND_MASK = 3 << TOKEN_BITS
@@ -71,7 +74,9 @@ _ALL = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``ucx``: UCX's settings without their prefix.  ``log_level``: what UCX prints, ``fatal`` for nothing."""
+    """``ucx``: UCX's settings without their prefix, over :data:`DEFAULTS`.  ``log_level``: what UCX prints, ``fatal`` for
+    nothing.
+    """
 
     ucx: Mapping[str, str] = field(default_factory=dict)
     log_level: str = "fatal"
@@ -193,11 +198,12 @@ class Wire:
         self._leaving: list[_Leaving] = []
         self._after: dict[PeerId, list[Sent | _Received]] = {}  # of peers that are down
         self._events: deque[Event] = deque()
+        self._soon = False  # something was posted that may be done already
         self._lobby = secrets.randbits(TOKEN_BITS)
         self._secret = secrets.token_bytes(16)
         ucxx = self._ucxx
         try:
-            self._context: Any = ucxx.UCXContext(dict(settings.ucx), (ucxx.Feature.TAG, ucxx.Feature.WAKEUP))
+            self._context: Any = ucxx.UCXContext({**DEFAULTS, **settings.ucx}, (ucxx.Feature.TAG, ucxx.Feature.WAKEUP))
             self._worker: Any = ucxx.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
             address = bytes(self._worker.address)
@@ -317,7 +323,10 @@ class Wire:
 
     def expect(self, peer: PeerId, memory: Any) -> None:
         """The peer's next bulk, behind what is expected already, goes to ``memory`` and is as long."""
-        self._link(peer).expected.append(memory)
+        link = self._link(peer)
+        link.expected.append(memory)
+        self._take_bulks(link)
+        self._soon = self._soon or bool(link.bulks)
 
     def _link(self, peer: PeerId) -> _Link:
         link = self._links.get(peer)
@@ -342,6 +351,7 @@ class Wire:
         """What has come since the last call; bounded work."""
         if self._worker is None:
             return []
+        self._soon = False
         self._throw_away()
         self._progress()
         self._hear_hellos()
@@ -525,11 +535,11 @@ class Wire:
 
     def arm(self) -> bool:
         """Whether sleeping on :attr:`fd` is safe now; ``False``: there may be something already."""
-        return not self._events and bool(self._worker.arm())
+        return not self._events and not self._soon and bool(self._worker.arm())
 
     def wait(self, timeout: float) -> None:
         """Return within ``timeout`` seconds, earlier when ``poll`` may have something."""
-        if self._events or self._worker is None:
+        if self._events or self._soon or self._worker is None:
             return
         if self._worker.arm():
             self._poller.poll(max(0.0, timeout) * 1000)

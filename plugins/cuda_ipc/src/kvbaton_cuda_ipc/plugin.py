@@ -1,0 +1,76 @@
+"""The plugin object ``ucx``: light, and loaded before anybody knows whether the transport is wanted."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Need
+from kvbaton.errors import TransportError
+from kvbaton_cuda_ipc import library
+from kvbaton_cuda_ipc.options import UcxOptions
+
+if TYPE_CHECKING:
+    from kvbaton_cuda_ipc.ucx import UcxConnector
+
+#: True of every connector that is opened; see :class:`~kvbaton.connector.Capabilities` for what each word promises.
+CAPABILITIES = Capabilities(
+    memory_kinds=frozenset({"host"}),
+    same_process=True,
+    cross_process=True,
+    quiet="peer_death",  # where the connection breaks, a destination that lives may still put in place what it has
+    disconnect_fences=True,  # a destination's memory is written by itself alone, from slots that it throws away
+    revocable=True,  # for the same reason
+    max_segments=65536,
+)
+
+
+class UcxPlugin:
+    """``transport.name = "ucx"``."""
+
+    name = "ucx"
+    api_version = API_VERSION
+    wire_version = 1
+    Options = UcxOptions
+
+    def probe(self, need: Need) -> Availability:
+        """Usable where ucxx can be loaded, within one host; for device memory, with torch and a CUDA device."""
+        missing = library.missing()
+        if missing:
+            remedy = "run the stages in processes of their own, each with one transport"
+            if "installed" in missing:
+                remedy = "pip install kvbaton-cuda-ipc"
+            return Availability(False, missing, remedy, CAPABILITIES)
+        capabilities = capabilities_here()
+        if need.memory_kind not in capabilities.memory_kinds:
+            return Availability(
+                False,
+                f"{need.memory_kind} memory was asked for; no CUDA device is visible, or torch or triton is missing",
+                "keep the KV cache in host memory, or pip install kvbaton-cuda-ipc[device], or look at"
+                " CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
+                capabilities,
+            )
+        if not capabilities.reaches(need.reach):
+            return Availability(
+                False,
+                "it was made for stages of one host",
+                'choose a transport that was made for networks, such as "nixl"',
+                capabilities,
+            )
+        return Availability(True, capabilities=capabilities)
+
+    def open(self, options: UcxOptions, context: ConnectorContext) -> UcxConnector:
+        """A connector for the stage ``context.peer``."""
+        from kvbaton_cuda_ipc.ucx import UcxConnector  # only who opens one pays for it
+
+        if context.device is not None and "cuda" not in capabilities_here().memory_kinds:
+            raise TransportError("device memory needs torch and triton: pip install kvbaton-cuda-ipc[device]")
+        return UcxConnector(context.peer, options, capabilities_here())
+
+
+def capabilities_here() -> Capabilities:
+    """With device memory where this process sees a CUDA device."""
+    if not library.cuda_visible() or not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+        return CAPABILITIES
+    return replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))
