@@ -74,8 +74,8 @@ _ALL = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``ucx``: UCX's settings without their prefix, over :data:`DEFAULTS`.  ``log_level``: what UCX prints, ``fatal`` for
-    nothing.
+    """``ucx``: UCX's settings without their prefix, over :data:`DEFAULTS`.  ``log_level``: what UCX prints, ``fatal``
+    for nothing.
     """
 
     ucx: Mapping[str, str] = field(default_factory=dict)
