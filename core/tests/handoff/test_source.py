@@ -8,6 +8,7 @@ import pytest
 
 from kvbaton.connector import Completion, Outcome
 from kvbaton.engine import Request
+from kvbaton.errors import CapabilityError, PeerLost, SegmentError, TransportError
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.source import Source
 from kvbaton.handoff.table import ChunkState, SourcePhase
@@ -256,3 +257,28 @@ def test_readiness_of_many_chunks_costs_the_same_for_each():
     """16,384 chunks took 2 s when each looked at all: eight times as many must not take much more than eight times."""
     few, many = ready_seconds(1024), ready_seconds(8192)
     assert many < 24 * few, f"{few * 1e3:.1f} ms for 1024 chunks, {many * 1e3:.1f} ms for 8192"
+
+
+def _from(cause: Exception) -> TransportError:
+    error = TransportError("C6.3: the transport raised while posting")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.clause("C3.6", "C6.3", "T13")
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize(
+    ("error", "unmoved"),
+    [
+        (SegmentError("C3.6: outside"), False), (CapabilityError("T13: too large"), False),
+        (_from(SegmentError("C3.6: outside")), False), (PeerLost("T7: gone"), True), (_from(OSError("reset")), True),
+        (None, True),
+    ],
+)  # fmt: skip
+def test_a_chunk_that_is_refused_for_what_it_is_would_be_refused_anywhere(error, unmoved, quiet):
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    effects = m.completion(Completion(t, 0, Outcome.FAILED, quiet, quiet, error))
+    cause = f"C6.3: chunk 0 to {D0}: {error or 'failed'}"
+    assert sends(effects)[0] == Failed(t, cause, (0,), unmoved=unmoved)

@@ -24,7 +24,7 @@ import enum
 
 from kvbaton.connector import Completion
 from kvbaton.connector import Outcome as ChunkOutcome
-from kvbaton.errors import LocalProtocolError
+from kvbaton.errors import CapabilityError, LocalProtocolError
 from kvbaton.handoff.effects import (
     Acknowledge,
     CancelChunks,
@@ -311,7 +311,9 @@ class Source:
     def completion(self, completion: Completion) -> Effects:
         """A chunk ended at its source, was found late (TIMED_OUT), or a late one ended after all.
 
-        Failed without proof of quiet is handled exactly like a passed deadline: both sides stay owned (T8, C6.1).
+        Failed without proof of quiet is handled exactly like a passed deadline: both sides stay owned (T8, C6.1).  A
+        chunk that the transport cannot take for what it is, its segments or its size, is a fault of the plan, which
+        another pair of stages would have as well; any other failure is the connection's.
         """
         transfer, sequence = completion.transfer, completion.sequence
         record = self._records.get(transfer)
@@ -334,7 +336,7 @@ class Source:
             self._retire_if_quiet(record, effects)
         else:
             cause = f"C6.3: chunk {sequence} to {record.destination}: {completion.error or completion.outcome.value}"
-            self._fail(record, cause, (sequence,), effects, unmoved=True)
+            self._fail(record, cause, (sequence,), effects, unmoved=not _unfit(completion.error))
         return effects
 
     def peer_up(self, peer: PeerId) -> Effects:
@@ -433,6 +435,15 @@ class Source:
     def _move(self, record: _Record, phase: SourcePhase) -> None:
         _check(record.phase, phase)
         record.phase = phase
+
+
+def _unfit(error: BaseException | None) -> bool:
+    """Whether a chunk itself was refused (C3.6, T13), by the error or by what it was raised from."""
+    while error is not None:
+        if isinstance(error, LocalProtocolError | CapabilityError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _check(before: SourcePhase | None, after: SourcePhase | None) -> None:
