@@ -38,6 +38,7 @@ ONE_OF_EACH = [
     messages.Cancel(T),
     messages.Release(T),
     messages.Retired(T),
+    messages.Unproven(T, ((0, 3), (5, 6))),
     messages.Hello(PEER, Role.PREFILL, Capacity(1, 2, 3, 4, 5), b"\x00\xff"),
     messages.Connect(b"endpoint"),
     messages.Connected(PEER),

@@ -114,15 +114,29 @@ class Commit(_Message, frozen=True):
     cached: int = 0
 
 
+class Unproven(_Message, frozen=True):
+    """P to C to D, of a transfer that ended early: of these chunks only the target is not known to be quiet, and no
+    other one is written any more.
+
+    ``chunks``: their sequences as runs ``[first, past)`` in order.
+    """
+
+    transfer: WireTransferId
+    chunks: tuple[tuple[int, int], ...]
+
+
 class Received(_Message, frozen=True):
-    """D to C: the count is known and a receipt for every sequence below it is in (C4.2)."""
+    """D to C: the count is known and a receipt for every sequence below it is in (C4.2).
+
+    Of a transfer that D holds after its Cancel: a receipt for every chunk that P could not prove is in (T3).
+    """
 
     transfer: WireTransferId
     timings: Timings = {}
 
 
 class Ack(_Message, frozen=True):
-    """C to P: D has received everything; P may retire when it is quiet (C4.1)."""
+    """C to P: D has received everything, or all that P could not prove; P may retire when it is quiet (C4.1)."""
 
     transfer: WireTransferId
 
@@ -261,7 +275,7 @@ class Reply(_Message, frozen=True):
 
 TransferMessage: TypeAlias = (
     Reserve | Reserved | Rejected | Prefill | Progress | Commit | Received | Ack | Activated | Output | Finished
-    | Failed | Cancel | Release | Retired
+    | Failed | Cancel | Release | Retired | Unproven
 )  # fmt: skip
 PeerMessage: TypeAlias = Hello | Connect | Connected | PeerDown | Disconnect | Stop | Fatal
 ControlMessage: TypeAlias = Call | Reply

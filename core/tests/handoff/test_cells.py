@@ -46,6 +46,7 @@ from kvbaton.messages import (
     Reserve,
     Reserved,
     Retired,
+    Unproven,
 )
 from kvbaton.reservation import Capacity, Reservation
 
@@ -282,6 +283,12 @@ def released(m: Destination) -> None:
     m.release(T)
 
 
+def awaiting(m: Destination) -> None:
+    hold(m)
+    m.cancel(T)
+    m.unproven(Unproven(T, ((0, 1),)))
+
+
 DESTINATION_SITUATIONS = {
     None: [destination()],
     D.RESERVING: [destination(ask), destination(ask, cancelled), destination(ask, released)],
@@ -296,6 +303,8 @@ DESTINATION_SITUATIONS = {
         destination(hold, cancelled),
         destination(hold, closing_link, released),
         destination(hold, cancelled, closing_link, released),
+        destination(hold, lambda m: m.receipt(Receipt(P0, T, 0)), cancelled),
+        destination(awaiting),
     ],
     D.RECEIVED: [destination(arrived), destination(arrived, lambda m: m.begin_import(T))],
     D.IMPORTED: [destination(imported)],
@@ -326,6 +335,7 @@ DESTINATION_ACTS: dict[str, list[Callable[[Destination], list]]] = {
     "Reserve, replayed": [lambda m: m.reserve(Reserve(T, 1, REQUEST, P0))],
     "Reserve, after Stop": [After(lambda m: m.stop(), lambda m: m.reserve(Reserve(T, 9, REQUEST, P0)))],
     "Commit": [lambda m, n=n: m.commit(Commit(T, n)) for n in (1, 2, 0)],
+    "Unproven": [lambda m, past=past: m.unproven(Unproven(T, ((0, past),))) for past in (1, 1 << 40)],
     "Cancel": [lambda m: m.cancel(T)],
     "Release": [lambda m: m.release(T), After(closing_link, lambda m: m.release(T))],
     "Disconnect": [lambda m: m.disconnect(STRANGER)],
@@ -451,6 +461,7 @@ COORDINATOR_SITUATIONS = {
         desk(committed, abort),
         desk(received, abort),
         desk(received, hear(P0, Retired(T)), abort),
+        desk(received, abort, hear(P0, Unproven(T, ((0, 1),)))),
         desk(received, hear(D0, Finished(T, FinishReason.STOP)), hear(D0, Retired(T))),  # P's is
     ],
 }
@@ -495,6 +506,7 @@ COORDINATOR_ACTS: dict[str, list[Callable[[Desk], list]]] = {
     "Progress": [hear(P0, Progress(T, 1))],
     "Commit": [hear(P0, Commit(T, n)) for n in (2, 1, 0)],
     "Failed (P)": [hear(P0, Failed(T, "no"))],
+    "Unproven": [hear(P0, Unproven(T, ((0, 1),)))],
     "Retired (P)": [hear(P0, Retired(T))],
     "stranger": [of_a_stranger],
     "word of the other role": [hear(P0, Received(T)), hear(D0, Commit(T, 2)), hear(D0, Ack(T))],

@@ -36,6 +36,7 @@ from kvbaton.messages import (
     Reserved,
     Retired,
     Stop,
+    Unproven,
 )
 from kvbaton.reservation import Capacity, Reservation
 
@@ -768,6 +769,50 @@ def test_a_clock_that_is_read_late_or_goes_back_changes_no_order():
 
 
 # -- shutdown --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T3", "C5.2", "C2.5", "C6.7")
+@pytest.mark.parametrize("until", ["reserved", "committed"])
+def test_what_p_cannot_prove_of_a_cancelled_transfer_d_proves_and_nobody_is_given_up_for_it(until):
+    desk = Desk()
+    desk.submit("a")
+    t = desk.life("a", until)
+    desk.did(desk.c.abort(RequestKey("a"), desk.now))
+    asked = Unproven(t, ((0, 2),))
+    assert sent(desk.hear(P0, asked)) == [(D0, asked)]
+    assert desk.c.credits_out(t) == (True, True)
+    assert sent(desk.hear(D0, Received(t))) == [(P0, Ack(t))]
+    assert not sent(desk.hear(D0, Received(t))), "asked once"
+    assert sent(desk.hear(P0, Retired(t))) == [(D0, Release(t))]
+    desk.hear(D0, Retired(t))
+    assert desk.c.phase(t) is None
+
+
+@pytest.mark.clause("T3", "C5.2", "C2.5")
+@pytest.mark.parametrize("first", ["P asks", "D retires"])
+def test_d_had_everything_when_the_cancel_came_and_p_hears_of_it(first):
+    """Received and Cancel cross: D frees at once, and its Received is too late for an Ack."""
+    desk = Desk()
+    desk.submit("a")
+    t = desk.life("a", "committed")
+    desk.did(desk.c.abort(RequestKey("a"), desk.now))
+    desk.hear(D0, Received(t))
+    words = [(P0, Unproven(t, ((0, 2),))), (D0, Retired(t))]
+    effects = []
+    for peer, word in words if first == "P asks" else words[::-1]:
+        effects += desk.hear(peer, word)
+    assert sent(effects, Ack) == [(P0, Ack(t))]
+    desk.hear(P0, Retired(t))
+    assert desk.c.phase(t) is None
+
+
+@pytest.mark.clause("C7.4")
+@pytest.mark.parametrize("until", ["reserved", "committed"])
+def test_a_transfer_that_goes_on_has_nothing_unproven(until):
+    desk = Desk()
+    desk.submit("a")
+    t = desk.life("a", until)
+    assert isinstance(desk.hear(P0, Unproven(t, ((0, 1),)))[0], fx.Violation)
 
 
 @pytest.mark.clause("C6.2")

@@ -24,6 +24,7 @@ from kvbaton.messages import (
     Reserve,
     Reserved,
     Retired,
+    Unproven,
 )
 from kvbaton.reservation import Reservation
 
@@ -334,3 +335,39 @@ def test_stop_frees_what_no_writer_can_touch_and_waits_for_the_rest():
     m.peer_down(P1, quiet=True)
     m.device_quiet(running)
     assert m.drained
+
+
+@pytest.mark.clause("T3", "T5", "C5.2", "C6.7")
+def test_a_receipt_that_comes_after_a_cancel_proves_that_its_chunk_is_written_no_more():
+    m = machine()
+    t = reserved(m)
+    m.receipt(Receipt(P0, t, 0))
+    m.cancel(t)
+    assert m.receipt(Receipt(P0, t, 3)) == []
+    assert isinstance(m.receipt(Receipt(P0, t, 3))[0], fx.Ignored)
+    assert m.unproven(Unproven(t, ((0, 1), (2, 4)))) == [], "2 is still to come"
+    assert m.receipt(Receipt(P0, t, 1)) == [], "of which P knows more than D"
+    assert m.phase(t) is DestinationPhase.HELD
+    assert sends(m.receipt(Receipt(P0, t, 2))) == [Received(t)]
+    assert m.phase(t) is DestinationPhase.HELD, "P has still to say that it writes no more"
+    assert sends(m.release(t)) == [Retired(t)]
+    assert isinstance(m.unproven(Unproven(t, ((0, 1),)))[0], fx.Ignored)
+
+
+@pytest.mark.clause("T3", "C7.1")
+def test_where_everything_was_in_before_p_asked_d_answers_at_once_and_every_time():
+    m = machine()
+    t = reserved(m)
+    m.receipt(Receipt(P0, t, 0))
+    m.cancel(t)
+    for _ in range(2):
+        assert sends(m.unproven(Unproven(t, ((0, 1),)))) == [Received(t)]
+
+
+@pytest.mark.clause("C9.3", "C7.2")
+def test_no_run_of_chunks_is_so_long_that_it_hurts():
+    m = machine()
+    t = reserved(m)
+    m.cancel(t)
+    assert isinstance(m.unproven(Unproven(t, ((0, 1 << 60),)))[0], fx.Violation)
+    assert m.unproven(Unproven(t, ((5, -(1 << 60)), (0, 1)))) == []

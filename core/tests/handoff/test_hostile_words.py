@@ -37,6 +37,7 @@ from kvbaton.messages import (
     Release,
     Reserved,
     Retired,
+    Unproven,
 )
 from kvbaton.reservation import Capacity, Reservation
 
@@ -108,7 +109,8 @@ class Bedlam:
         kinds = [
             Reserved(reservation), Rejected(t, "no", retry=n > 0), Progress(t, n), Commit(t, n), Received(t),
             Activated(t), Output(t, n, (1,) * max(n, 0)), Finished(t, FinishReason.LENGTH),
-            Failed(t, "no", unmoved=n > 1), Retired(t), Prefill(t, n, REQUEST, reservation, self.peer()), Release(t),
+            Failed(t, "no", unmoved=n > 1), Retired(t), Unproven(t, ((0, n),)), Release(t),
+            Prefill(t, n, REQUEST, reservation, self.peer()),
             Hello(self.peer(), draw.choice(list(Role)), CAPACITY, b""), Connected(self.peer()),
         ]  # fmt: skip
         rare = [
@@ -183,7 +185,7 @@ def test_no_word_brings_the_coordinator_down(recovery: Recovery) -> None:
         bedlam.turn()
         if number % 500 == 0:
             bedlam.check()
-    assert len(bedlam.said) == 16
+    assert len(bedlam.said) == 17
     assert bedlam.reached["received"] > 100, "they get far enough to be disturbed everywhere"
     assert bedlam.done["Violation"] > 500
     assert bedlam.done["Ignored"] > 500

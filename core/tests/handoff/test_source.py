@@ -13,7 +13,7 @@ from kvbaton.handoff import effects as fx
 from kvbaton.handoff.source import Source
 from kvbaton.handoff.table import ChunkState, SourcePhase
 from kvbaton.identity import PeerId, TransferId, new_transfer_id
-from kvbaton.messages import Commit, Connected, Failed, PeerDown, Prefill, Progress, Retired
+from kvbaton.messages import Commit, Connected, Failed, PeerDown, Prefill, Progress, Retired, Unproven
 from kvbaton.reservation import Reservation
 
 D0, D1 = PeerId("decode-0", 1), PeerId("decode-1", 1)
@@ -88,7 +88,7 @@ def test_a_cancelled_transfer_frees_its_source_but_does_not_promise_to_write_no_
     m.completion(done(t, 0, target=False))
     effects = m.cancel(t)
     assert fx.Free(t) in effects  # C5.1: nobody reads the source any more
-    assert sends(effects) == []  # Retired would let C release D's memory
+    assert sends(effects) == [Unproven(t, ((0, 1),))]  # Retired would let C release D's memory
     assert m.phase(t) is SourcePhase.DRAINING
     assert sends(m.completion(done(t, 0))) == [Retired(t)]  # a later word that proves it
 
@@ -257,6 +257,31 @@ def test_readiness_of_many_chunks_costs_the_same_for_each():
     """16,384 chunks took 2 s when each looked at all: eight times as many must not take much more than eight times."""
     few, many = ready_seconds(1024), ready_seconds(8192)
     assert many < 24 * few, f"{few * 1e3:.1f} ms for 1024 chunks, {many * 1e3:.1f} ms for 8192"
+
+
+@pytest.mark.clause("T3", "T5", "C5.1", "C5.2", "C6.7")
+def test_of_a_cancelled_transfer_the_receipts_of_what_was_sent_settle_it():
+    """P names what it cannot prove once nothing else is left, and only that."""
+    m = Source()
+    t = prefill(m)
+    post(m, t, 7, last=False)
+    m.computed(t, 1, True)
+    for i in (0, 2, 3, 6):
+        m.completion(done(t, i, target=False))
+    m.completion(done(t, 1))
+    assert sends(m.cancel(t)) == [], "two chunks may still be read here"
+    assert isinstance(m.ack(t)[0], fx.Ignored), "nobody was asked, so this is another transfer's, or a lie"
+    m.suspended(t)
+    assert sends(m.completion(done(t, 4, how=Outcome.FAILED))) == []
+    effects = m.completion(done(t, 5, target=False, how=Outcome.FAILED))
+    assert fx.Free(t) in effects
+    assert sends(effects) == [Unproven(t, ((0, 1), (2, 4), (5, 7)))]
+    assert sends(m.completion(done(t, 3))) == [], "proven here after all; the others are still D's to prove"
+    effects = m.ack(t)
+    assert effects[0] == fx.Acknowledge(t), "the transport has nothing to remember"
+    assert sends(effects) == [Retired(t)]
+    assert fx.Free(t) not in effects, "once"
+    assert len(m) == 0
 
 
 def _from(cause: Exception) -> TransportError:

@@ -586,9 +586,6 @@ class World:
             return False
         self._say(f"the caller of r{number} gives up")
         self.asked[number].aborted = True
-        # a chunk of which only the source is known to be quiet is proven by its receipts, and those go unheard now;
-        # what is left is the deadline
-        self.excused = self.excused or self.scenario.buffering
         self._carry_out(self.coordinator.abort(self.asked[number].key, self.now))
         return True
 
@@ -907,7 +904,6 @@ class World:
             else engine.fail_import
         )
         fails.add(transfer)
-        self.excused = self.excused or self.scenario.buffering
         self._excused.add(number)
         self._say(f"the engine of {name} is to fail at r{number}")
         return True
@@ -1012,7 +1008,7 @@ class World:
         """Faults have stopped for longer than a transfer may drain, and all that this stage has sent is over."""
         long = self.fair_since is not None and self.now > self.fair_since + 80
         under_way = any(flight.source.peer == peer for flight in self.wire.flights)
-        return long and not under_way and not self.scenario.buffering and peer not in self._unproven
+        return long and not under_way and peer not in self._unproven
 
     def _told(self, asked: Asked, transfer: TransferId | None, event: Any) -> None:
         if transfer is not None and transfer in self._owner and self._owner[transfer] is not asked:

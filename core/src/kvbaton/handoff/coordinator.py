@@ -87,6 +87,7 @@ from kvbaton.messages import (
     Reserved,
     Retired,
     Stop,
+    Unproven,
 )
 
 _WAITING, _RESERVING, _PREFILLING = CoordinatorPhase.WAITING, CoordinatorPhase.RESERVING, CoordinatorPhase.PREFILLING
@@ -236,6 +237,7 @@ class _Entry:
         "position",
         "tokens",
         "transfer",
+        "unproven",
         "waiting",
     )
 
@@ -255,6 +257,8 @@ class _Entry:
         self.tokens: list[int] = []
         self.last = -1
         self.activated = False
+        #: Ended, and P waits for D's receipts of what it cannot prove itself.
+        self.unproven = False
         #: The queue its deadline is in.
         self.deadlines: _DeadlineQueue | None = None
         #: Who was asked whether it lives, the drain being overdue, and what its words were until then.
@@ -845,6 +849,8 @@ class Coordinator:
             self._set_deadline(entry, None)
         elif entry.phase is _RESERVING or entry.phase is _PREFILLING:
             self._violated(entry, entry.d, "Received before its time", effects)
+        elif entry.unproven:
+            self._prove(entry, effects)
         else:
             self._late(entry, message, effects)
 
@@ -928,10 +934,31 @@ class Coordinator:
         if entry.phase is not _ENDED:
             self._violated(entry, entry.d, "D retired a transfer that has not ended", effects)
             return
+        if entry.unproven:
+            self._prove(entry, effects)
         self._d_over(entry)
         effects.append(
             Reached(entry.waiting.key, entry.transfer, Milestones.DESTINATION_RETIRED, entry.d.id, message.timings)
         )
+
+    def _unproven_p(self, entry: _Entry, message: Unproven, effects: Effects) -> None:
+        """P has drained, and only D's receipts can prove that some chunks are written no more (T3)."""
+        if entry.phase in _EXPOSED:
+            self._violated(entry, entry.p, "Unproven of a transfer that has not ended", effects)
+        elif entry.phase is _RECEIVED or not entry.p_out:
+            self._late(entry, message, effects)  # Ack is under way, or it has retired
+        else:
+            entry.unproven = True
+            if not entry.d_out:
+                self._prove(entry, effects)
+            elif entry.d.status is _UP:  # else its end proves it
+                effects.append(SendTo(entry.d.id, message))
+
+    def _prove(self, entry: _Entry, effects: Effects) -> None:
+        """Nothing is written at D any more, by its receipts or because it had everything, or nothing, at its end."""
+        entry.unproven = False
+        if entry.p_out and entry.p.status is _UP:
+            effects.append(SendTo(entry.p.id, Ack(entry.transfer)))
 
     def _late(self, entry: _Entry, message: Message, effects: Effects) -> None:
         reason = "ended" if entry.phase is _ENDED else "repeated"
@@ -1457,6 +1484,7 @@ _P_HANDLERS: Final[dict[type[Any], _Handler]] = {
     Commit: Coordinator._commit,
     Failed: Coordinator._failed_p,
     Retired: Coordinator._retired_p,
+    Unproven: Coordinator._unproven_p,
 }
 _D_HANDLERS: Final[dict[type[Any], _Handler]] = {
     Reserved: Coordinator._reserved,

@@ -55,6 +55,7 @@ from kvbaton.messages import (
     Reserve,
     Reserved,
     Retired,
+    Unproven,
 )
 from kvbaton.reservation import Reservation
 
@@ -71,7 +72,8 @@ Effects = list[DestinationEffect]
 
 
 class _Record:
-    __slots__ = ("cancelled", "count", "phase", "position", "prompt", "released", "seen", "source", "transfer")
+    __slots__ = ("awaited", "cancelled", "count", "late", "phase", "position", "prompt", "released", "seen", "source",
+                 "transfer")  # fmt: skip
 
     def __init__(self, transfer: TransferId, source: PeerId, prompt: int) -> None:
         self.transfer = transfer
@@ -82,6 +84,10 @@ class _Record:
         #: Chunks, 0 until Commit.
         self.count = 0
         self.seen: set[int] = set()
+        #: HELD: receipts since; and those of the chunks that P cannot prove which are still to come, None where P has
+        #: not said which.
+        self.late: set[int] = set()
+        self.awaited: set[int] | None = None
         #: RESERVING: came before the engine's answer.  HELD: C has released it, but its writer's connection is not yet
         #: quiet.
         self.cancelled = False
@@ -187,6 +193,22 @@ class Destination:
             return self._trespassed(record, f"commit of {count} chunks, but {max(record.seen)} was received")
         record.count = count
         return self._complete(record)
+
+    def unproven(self, message: Unproven) -> Effects:
+        """Which chunks of a cancelled transfer may still be written: a receipt of each proves that none is (T3)."""
+        transfer = message.transfer
+        record = self._records.get(transfer)
+        if not record:
+            return [Ignored(transfer, "Unproven", "unknown transfer")]
+        if record.phase is _RESERVING or record.phase is _RESERVED:
+            return self._violated(record, "C7.4", "Unproven before Cancel")
+        if record.phase is not _HELD:
+            return [Ignored(transfer, "Unproven", "everything is in")]
+        if sum(max(past - first, 0) for first, past in message.chunks) > MAX_CHUNKS:
+            return self._violated(record, "C7.2", f"more than {MAX_CHUNKS} chunks are unproven")
+        awaited = {sequence for first, past in message.chunks for sequence in range(first, past)}
+        record.awaited = awaited - record.seen - record.late
+        return self._proven(record)
 
     def cancel(self, transfer: TransferId) -> Effects:
         """Stop; keep what a writer may still touch (C5.2)."""
@@ -377,7 +399,7 @@ class Destination:
                 record, "C7.2", f"a receipt from {receipt.peer}, not from {record.source}", receipt.peer
             )
         if record.phase is _HELD:
-            return [Ignored(transfer, "receipt", "cancelled")]
+            return self._receipt_held(record, sequence)
         if sequence < 0 or sequence >= (record.count or MAX_CHUNKS):
             return self._trespassed(record, f"sequence {sequence} of {record.count or MAX_CHUNKS}")
         if record.phase is _RESERVING:
@@ -386,6 +408,19 @@ class Destination:
             return [Ignored(transfer, "receipt", "repeated")]
         record.seen.add(sequence)
         return self._complete(record)
+
+    def _receipt_held(self, record: _Record, sequence: int) -> Effects:
+        """It moves nothing, but proves that this chunk is written no more."""
+        if not 0 <= sequence < MAX_CHUNKS or sequence in record.seen or sequence in record.late:
+            return [Ignored(record.transfer, "receipt", "cancelled")]
+        record.late.add(sequence)
+        if not record.awaited or sequence not in record.awaited:
+            return []
+        record.awaited.discard(sequence)
+        return self._proven(record)
+
+    def _proven(self, record: _Record) -> Effects:
+        return [] if record.awaited else [Send(Received(record.transfer))]
 
     def revoked(self, transfer: TransferId) -> Effects:
         """``connector.revoke`` returned True: a fence for this transfer without its writer's help (answers

@@ -13,7 +13,8 @@ What P must prove before memory is used again:
   chunk *target quiet*.  A transport that completes a chunk while its bytes are still under way (``source_quiet``
   alone) leaves it SENT: not a failure, and settled by C's Ack, because D has a receipt of it and a receipt is the last
   write (T3); by a later completion that proves it; or by the end of D's process.  A cancelled transfer with SENT
-  chunks is freed here but not retired; C's drain deadline bounds that.
+  chunks is freed here but not retired: P says which they are (``Unproven``), and once D has receipts of these C's Ack
+  settles them as well.  C's drain deadline bounds that, for what was sent and never arrives.
 
 Threading: one thread, the stage's pump.  :meth:`Source.may_submit` is a plain look-up.
 """
@@ -21,6 +22,7 @@ Threading: one thread, the stage's pump.  :meth:`Source.may_submit` is a plain l
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 from kvbaton.connector import Completion
 from kvbaton.connector import Outcome as ChunkOutcome
@@ -43,7 +45,18 @@ from kvbaton.handoff.effects import (
 )
 from kvbaton.handoff.table import LEGAL_SOURCE, ChunkState, Milestones, SourcePhase
 from kvbaton.identity import PeerId, TransferId
-from kvbaton.messages import MAX_MISSING, Commit, Connected, Failed, Fatal, PeerDown, Prefill, Progress, Retired
+from kvbaton.messages import (
+    MAX_MISSING,
+    Commit,
+    Connected,
+    Failed,
+    Fatal,
+    PeerDown,
+    Prefill,
+    Progress,
+    Retired,
+    Unproven,
+)
 
 _COMPUTING, _READY, _POSTED = ChunkState.COMPUTING, ChunkState.READY, ChunkState.POSTED
 _EXPIRED, _SENT, _PINNED = ChunkState.EXPIRED, ChunkState.SENT, ChunkState.PINNED
@@ -159,7 +172,8 @@ class Source:
             return [Ignored(transfer, "Ack", "unknown transfer")]
         if record.phase is _PREFILLING:
             return self._violated(record, "C7.2", "Ack before Commit")
-        if record.phase is _DRAINING and (record.acked or not record.closed or record.queued):
+        asked = record.freed and bool(record.chunks)
+        if record.phase is _DRAINING and (record.acked or not (asked or (record.closed and not record.queued))):
             return [Ignored(transfer, "Ack", "repeated, or it never committed")]
         self._prove_targets(record)
         effects: Effects = [Acknowledge(transfer), Milestone(transfer, Milestones.ACKNOWLEDGED)]
@@ -427,6 +441,8 @@ class Source:
         if not record.freed and record.engine is _Engine.DONE and len(record.chunks) == record.unproven:
             record.freed = True
             effects.append(Free(record.transfer))  # C5.1
+            if record.chunks:
+                effects.append(Send(Unproven(record.transfer, _runs(record.chunks))))
         if record.freed and not record.chunks:
             effects += [Send(Retired(record.transfer)), Milestone(record.transfer, Milestones.SOURCE_RETIRED)]
             _check(record.phase, None)
@@ -435,6 +451,17 @@ class Source:
     def _move(self, record: _Record, phase: SourcePhase) -> None:
         _check(record.phase, phase)
         record.phase = phase
+
+
+def _runs(sequences: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """``[first, past)`` of each run of sequences."""
+    runs: list[tuple[int, int]] = []
+    for sequence in sorted(sequences):
+        if runs and runs[-1][1] == sequence:
+            runs[-1] = (runs[-1][0], sequence + 1)
+        else:
+            runs.append((sequence, sequence + 1))
+    return tuple(runs)
 
 
 def _unfit(error: BaseException | None) -> bool:

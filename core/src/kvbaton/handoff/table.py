@@ -208,19 +208,25 @@ SOURCE: Final = Table(
         "Prefill, replayed": ("ignore", "ignore", "ignore", "ignore"),
         "Prefill, after Stop": ("violation", "-", "-", "violation"),
         "Ack": ("ignore", "violation; Failed", "DRAINING | none; Retired", "= | none; Retired | ignore"),
-        "Cancel": ("ignore", "DRAINING | none; Retired", "DRAINING | none; Retired", "ignore"),
-        "Stop": ("ignore", "DRAINING | none; Retired", "DRAINING | none; Retired", "ignore"),
+        "Cancel": (
+            "ignore", "DRAINING | none; Retired", "DRAINING | DRAINING; Unproven | none; Retired", "ignore",
+        ),
+        "Stop": (
+            "ignore", "DRAINING | none; Retired", "DRAINING | DRAINING; Unproven | none; Retired", "ignore",
+        ),
         "Disconnect": ("=", "DRAINING; Failed | none; Failed + Retired", "= | DRAINING; Failed", "= | none; Retired"),
         # from the engine
         "computed": ("ignore", "=; Progress | DRAINING; Failed", "ignore", "ignore"),
         "source ready": ("ignore", "= | ignore", "ignore", "= | none; Retired | ignore"),
-        "refused": ("ignore", _FAILS, "ignore", "= | none; Retired | ignore"),
+        "refused": ("ignore", _FAILS + " | DRAINING; Failed + Unproven", "ignore", "= | none; Retired | ignore"),
         "engine failed": ("ignore", "DRAINING; Failed | none; Failed + Retired", "ignore", "ignore"),
         "suspended": ("ignore", "ignore", "ignore", "= | none; Retired | ignore"),
         # from the connector
         "submitted": ("violation", "= | COMMITTED; Commit | violation", "violation", "violation"),
         "done": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
-        "done, target not quiet": ("ignore", "= | ignore", "= | ignore", "= | none; Retired | ignore"),
+        "done, target not quiet": (
+            "ignore", "= | ignore", "= | ignore", "= | =; Unproven | none; Retired | ignore",
+        ),
         "only target quiet": (
             "ignore", "= | DRAINING; Failed | ignore", "= | DRAINING; Failed | ignore",
             "= | none; Retired | ignore",
@@ -232,11 +238,13 @@ SOURCE: Final = Table(
         "deadline": ("ignore", _DROPS, _DROPS, "= | ignore"),
         "destination up": ("=; Connected", "=; Connected", "=; Connected", "=; Connected"),
         "destination down": (
-            "=; PeerDown", _DOWN, "=; PeerDown | DRAINING; PeerDown + Failed", "=; PeerDown",
+            "=; PeerDown", _DOWN,
+            "=; PeerDown | DRAINING; PeerDown + Failed | DRAINING; PeerDown + Failed + Unproven", "=; PeerDown",
         ),
         "destination down, quiet": (
-            "=; PeerDown", _DOWN, "=; PeerDown | DRAINING; PeerDown + Failed",
-            "=; PeerDown | none; PeerDown + Retired",
+            "=; PeerDown", _DOWN + " | DRAINING; PeerDown + Failed + Unproven",
+            "=; PeerDown | DRAINING; PeerDown + Failed + Unproven",
+            "=; PeerDown | =; PeerDown + Unproven | none; PeerDown + Retired",
         ),
         "quarantine bound": ("=; Fatal", "=; Fatal", "=; Fatal", "=; Fatal"),
     },
@@ -257,6 +265,10 @@ DESTINATION: Final = Table(
         "Commit": (
             "ignore", _V, "= | RECEIVED; Received | violation>HELD; Failed | ignore", "violation | ignore",
             "ignore | " + _V, "ignore | " + _V, "ignore | " + _V, "ignore | violation",
+        ),
+        "Unproven": (
+            "ignore", _V, "violation>HELD; Failed", "= | =; Received | violation", "ignore", "ignore", "ignore",
+            "ignore",
         ),
         "Cancel": ("ignore", "= | ignore", "HELD", "ignore", "none; Retired | CLOSING", "CLOSING", "CLOSING", "ignore"),
         "Release": (
@@ -288,7 +300,7 @@ DESTINATION: Final = Table(
         ),
         # from the connector
         "receipt": (
-            "ignore", _V, "= | RECEIVED; Received | violation>HELD; Failed | ignore", "ignore",
+            "ignore", _V, "= | RECEIVED; Received | violation>HELD; Failed | ignore", "= | =; Received | ignore",
             "ignore | " + _V, "ignore | " + _V, "ignore | " + _V, "ignore | violation",
         ),
         "receipt from another peer": (
@@ -332,12 +344,12 @@ COORDINATOR: Final = Table(
         "Reserved": ("ignore", "-", "PREFILLING; Prefill>P", "ignore", "ignore", "ignore", "ignore"),
         "Rejected": ("ignore", "-", "none; failed", _V2, _V2, _V3, "none | = | violation"),
         "Rejected, retry": ("ignore", "-", "WAITING", _V2, _V2, _V3, "none | = | violation"),
-        "Received": ("ignore", "-", _V1, _V2, "RECEIVED; Ack>P", "ignore", "ignore"),
+        "Received": ("ignore", "-", _V1, _V2, "RECEIVED; Ack>P", "ignore", "=; Ack>P | ignore"),
         "Activated": ("ignore", "-", _V1, _V2, _V2, "= | ignore", "ignore"),
         "Output": ("ignore", "-", _V1, _V2, _V2, "=; tokens | ignore | " + _V3, "ignore"),
         "Finished": ("ignore", "-", _V1, _V2, _V2, "ENDED; finished", "ignore"),
         "Failed (D)": ("ignore", "-", _V1, "ENDED; " + _E, "ENDED; " + _E, "ENDED; failed + Cancel>D", "ignore"),
-        "Retired (D)": ("ignore", "-", _V1, _V2, _V2, _V3, "none | = | ignore"),
+        "Retired (D)": ("ignore", "-", _V1, _V2, _V2, _V3, "none | = | =; Ack>P | ignore"),
         # from P
         "Progress": ("ignore", "-", _V1, "=", "ignore", "ignore", "ignore"),
         "Commit": (
@@ -345,6 +357,7 @@ COORDINATOR: Final = Table(
             "ignore | violation",
         ),
         "Failed (P)": ("ignore", "-", _V1, "ENDED; " + _E, "ENDED; " + _E, "ignore", "ignore"),
+        "Unproven": ("ignore", "-", _V1, _V2, _V2, "ignore", "=; Unproven>D | =; Ack>P | ignore"),
         "Retired (P)": ("ignore", "-", _V1, _V2, _V2, "= | ignore", "none | = | =; Release>D | ignore"),
         # a peer that has no part in it, or a word that is not of its role
         "stranger": ("ignore", "-", "violation", "violation", "violation", "violation", "violation"),

@@ -62,6 +62,8 @@ class DecodeStage(Stage):
                 if self.machine.phase(transfer) is DestinationPhase.RESERVED:
                     self._incomplete.setdefault(transfer, self._clock() + self._receipts_deadline)
                 return effects
+            case messages.Unproven():
+                return self.machine.unproven(message)
             case messages.Cancel(transfer):
                 return self.machine.cancel(transfer)
             case messages.Release(transfer):
