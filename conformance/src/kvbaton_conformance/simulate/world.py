@@ -870,7 +870,10 @@ class World:
         known = any(view.peer == seat.peer for view in self.coordinator.peers())
         self._carry_out(self.coordinator.peer_joined(seat.peer, self.now))
         if not known:  # it ended before it said Hello
-            self._carry_out(self.coordinator.start_failed(name, self.now))
+            effects = self.coordinator.start_failed(name, self.now)
+            # in its very first life: that is a start-up that failed, and nobody starts it again
+            self._given_up = self._given_up or any(isinstance(effect, fx.Ignored) for effect in effects)
+            self._carry_out(effects)
         self._check_lost(seat.peer)
         return True
 
