@@ -66,6 +66,21 @@ with PDRuntime.start(settings) as runtime:
                 print(f"served {served}", file=sys.stderr, flush=True)
 """
 
+#: Once it has served again after a loss it is told that the lost process has ended, and says what that came to.
+CONFIRMING = PATIENT.replace(
+    """                print(f"served {served}", file=sys.stderr, flush=True)
+""",
+    """                print(f"served {served}", file=sys.stderr, flush=True)
+        if runtime.stage("prefill-0").status is None and runtime._service._counts["restarts"] and served >= 10:
+            break
+    ended = [runtime.confirm_ended("prefill-0") for _ in range(2)]
+    print(f"confirmed {ended}", file=sys.stderr, flush=True)
+    while any(book["transfers"] for book in runtime.statistics()["coordinator"]["credits"].values()):
+        pass
+    print(f"books of {len(runtime._service._machine.peers())} stages balance", file=sys.stderr, flush=True)
+""",
+)
+
 
 def _nixl_missing() -> str | None:
     try:
@@ -346,6 +361,25 @@ def test_a_stage_that_is_started_again_on_its_host_serves(deploy: Any, victim: s
     failed = [line for line in deployed.said("coordinator").splitlines() if line.startswith("failed: ")]
     assert len(failed) <= 1
     assert all("tokens were delivered" in line for line in failed)
+
+
+@needs_nixl
+@pytest.mark.clause("C6.4", "T12", "C2.5")
+def test_whoever_has_seen_to_it_says_that_a_lost_process_has_ended(deploy: Any) -> None:
+    """Only then are its books closed, and what it might have written to is given back."""
+    deployed = deploy(HERE, {"prefill-0": HERE, "decode-0": HERE}, SCRIPTED)
+    deployed.start_stages()
+    deployed.start("coordinator", str(deployed.config), program=CONFIRMING)
+    deployed.until_said("coordinator", "served 3")
+    deployed.kill("prefill-0", signal.SIGKILL)
+    assert deployed.status("prefill-0", 20) == -signal.SIGKILL
+    deployed.until_said("coordinator", "stage prefill-0 is lost")
+    deployed.start("prefill-0", "stage", "--config", str(deployed.config), "--name", "prefill-0")
+    assert deployed.status("coordinator", 100) == 0, deployed.told()
+    said = deployed.said("coordinator")
+    assert "confirmed [1, 0]" in said
+    assert "books of 2 stages balance" in said
+    assert deployed.status("decode-0", 30) == 0, deployed.told()
 
 
 @needs_nixl

@@ -284,6 +284,35 @@ def test_drain_waits_for_what_runs(slow_decode: threading.Event) -> None:
             runtime.drain("decode-9")
 
 
+@pytest.mark.clause("C6.2", "C2.5")
+def test_a_stage_that_is_dismissed_exits_and_the_others_serve_on(slow_decode: threading.Event) -> None:
+    listener = _Listener()
+    with PDRuntime.start(settings(stages__decode=2), hooks=[listener]) as runtime:
+        first = runtime.add_request(SHORT)
+        until(lambda: runtime.statistics()["coordinator"]["transfers"] == 1)
+        busy = next(
+            name
+            for name, book in runtime.statistics()["coordinator"]["credits"].items()
+            if name.startswith("decode") and book["transfers"]
+        )
+        assert not runtime.dismiss(busy, timeout=0.05)
+        assert runtime.stage(busy).status is None
+        slow_decode.set()
+        assert runtime.dismiss(busy, timeout=20)
+        assert runtime.stage(busy).status == 0
+        assert list(runtime.stream(first))[-1].finish_reason == "length"
+        records = [list(runtime.stream(runtime.add_request(SHORT)))[-1].record for _ in range(3)]
+        assert {record.decode for record in records if record} == {"decode-0", "decode-1"} - {busy}
+        assert busy not in runtime.statistics()["coordinator"]["credits"], "and nothing is kept of it (T12)"
+        with pytest.raises(LocalProtocolError, match="there is no stage"):
+            runtime.dismiss(busy, timeout=20)
+        assert runtime.confirm_ended(busy) == 0
+        for call in (runtime.dismiss, runtime.confirm_ended):
+            with pytest.raises(LocalProtocolError, match="there is no stage 'decode-9'"):
+                call("decode-9")
+    assert listener.lost == []
+
+
 @pytest.mark.clause("C9.2")
 def test_statistics_report_a_stage_that_does_not_answer(slow_decode: threading.Event) -> None:
     with PDRuntime.start(settings(deadline__control=0.3)) as runtime:

@@ -174,6 +174,28 @@ class PDRuntime:
         """
         return self._service.drain(stage, timeout)
 
+    def dismiss(self, stage: str, timeout: float | None = None) -> bool:
+        """:meth:`drain` ``stage``, tell it to exit, and wait for that; whether it has ended, and was joined, within
+        ``timeout`` seconds.  It is not started again; the others go on.
+
+        Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`, and for a stage
+        that is not up.
+        """
+        return self._service.dismiss(stage, timeout)
+
+    def confirm_ended(self, stage: str) -> int:
+        """State that every process of ``stage`` that is lost has ended: you have seen to it on its host.
+
+        For stages on other hosts, whose processes nobody here can join.  Your word counts as that join, the first half
+        of a fence (C6.4): the other stages close their ends towards these processes, and what they might have written
+        to is given back once that is done.  It must be true: a process that lives may still write there.  Processes
+        that are up, or that ended in order, are not concerned.
+
+        Returns how many lost processes that was.  Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is
+        none of :attr:`stages`.
+        """
+        return self._service.confirm_ended(stage)
+
     def statistics(self) -> dict[str, Any]:
         """Books of the coordinator and, by name, of every stage; a stage that did not answer in time has an
         ``error``.  An engine that is in a step answers after it."""

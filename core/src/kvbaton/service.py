@@ -175,6 +175,8 @@ class Service:
         self._due: list[tuple[float, int, RequestKey]] = []
         self._order = itertools.count()
         self._draining: list[tuple[PeerId, concurrent.futures.Future[bool]]] = []
+        #: Told to exit while the others go on, and who waits for that.
+        self._dismissed: list[tuple[PeerId, concurrent.futures.Future[bool]]] = []
         self._censuses: list[_Census] = []
         self._pulses: dict[PeerId, _Pulse] = {}
         self._counts: Counter[str] = Counter()
@@ -355,11 +357,36 @@ class Service:
             self._draining.append((peer, future))
 
         self.call(action)
-        try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            # the loop may be about to answer: who cancels first decides, and an answer that came first counts
-            return False if future.cancel() else future.result()
+        return _within(future, timeout)
+
+    def dismiss(self, stage: str, timeout: float | None) -> bool:
+        began = time.monotonic()
+        if not self.drain(stage, timeout):
+            return False
+        future: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def action() -> None:
+            now = time.monotonic()
+            peer = next(p for p in reversed(tuple(self._handles)) if p.name == stage)
+            self._carry_out(self._machine.dismiss(peer, now), now)
+            self._dismissed.append((peer, future))
+
+        self.call(action)
+        return _within(future, None if timeout is None else max(began + timeout - time.monotonic(), 0.0))
+
+    def confirm_ended(self, stage: str) -> int:
+        if stage not in self.stages:
+            raise LocalProtocolError(f"there is no stage {stage!r}; there are {', '.join(self.stages)}")
+
+        def action() -> int:
+            now = time.monotonic()
+            lives = self._machine.unjoined(stage)
+            for peer in lives:
+                _log.warning("%s: its process is said to have ended", peer)
+                self._carry_out(self._machine.peer_joined(peer, now), now)
+            return len(lives)
+
+        return self.call(action)
 
     def stage(self, name: str) -> StageState:
         handle = next((h for peer, h in reversed(tuple(self._handles.items())) if peer.name == name), None)
@@ -519,7 +546,7 @@ class Service:
             self._commands.popleft()()
         for census in self._censuses:
             census.future.set_result(census.result)
-        for _, future in self._draining:
+        for _, future in (*self._draining, *self._dismissed):
             _answer(future, False)
         # whoever still waits for a request learns its end
         for key in tuple(self._tracked):
@@ -671,6 +698,9 @@ class Service:
         for census in self._censuses:
             if census.waiting.pop(peer, None):
                 census.result[peer.name] = {"error": _ENDED}
+        for item in [item for item in self._dismissed if item[0] == peer]:
+            self._dismissed.remove(item)
+            _answer(item[1], handle.joined)
         for reporter in [r for r, held in self._held_back.items() if held.about == peer]:
             self._hear_out(reporter, now)
 
@@ -1033,6 +1063,15 @@ def _recovery(settings: Settings) -> Recovery:
     # on another host nobody is started from here: what serves there is not to be ended for a connection's sake
     here = settings.stages.launch != "remote"
     return Recovery(recovery.attempts, recovery.mode == "recompute", recovery.restarts, mend_idle=here)
+
+
+def _within(future: concurrent.futures.Future[bool], timeout: float | None) -> bool:
+    """The answer; False where there is none in time."""
+    try:
+        return future.result(timeout)
+    except concurrent.futures.TimeoutError:
+        # the loop may be about to answer: who cancels first decides, and an answer that came first counts
+        return False if future.cancel() else future.result()
 
 
 def _answer(future: concurrent.futures.Future[bool], result: bool) -> None:

@@ -1003,11 +1003,13 @@ def test_a_stage_that_nobody_can_join_is_expected_again_and_what_it_may_touch_st
     assert restarts(effects) == ["prefill-0"]
     assert not restarts(desk.did(desk.c.peer_unjoinable(P0, desk.now))), "once"
     assert desk.c.credits_out(old) == (True, True)
+    assert desk.c.unjoined("prefill-0") == (P0,)
     desk.come(again(P0))
     desk.life("a")
     assert desk.end("a").ending is fx.Ending.FINISHED
     assert set(desk.out()) == {P0, D0}, "lost is not fenced"
-    effects = desk.join(P0)  # somebody found it after all
+    effects = desk.join(P0)  # somebody has seen to it
+    assert desk.c.unjoined("prefill-0") == ()
     assert not restarts(effects)
     assert sent(effects, Release) == [(D0, Release(old))]
     desk.hear(D0, Retired(old))

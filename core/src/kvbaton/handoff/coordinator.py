@@ -388,6 +388,13 @@ class Coordinator:
         entry = self._entries.get(transfer)
         return (entry.p_out, entry.d_out) if entry else (False, False)
 
+    def unjoined(self, name: str) -> tuple[PeerId, ...]:
+        """Lives of a stage that are lost and that nobody here will ever join; see :meth:`peer_unjoinable`.
+
+        Their books, and what they may still write to, are kept until somebody who knows says :meth:`peer_joined`.
+        """
+        return tuple(p.id for p in self._peers.values() if p.id.name == name and p.unjoinable and p.status is _LOST)
+
     def idle(self, peer: PeerId) -> bool:
         """No transfer is on this stage: it may be stopped in peace (after :meth:`drain`)."""
         found = self._peers.get(peer)
