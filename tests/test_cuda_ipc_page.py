@@ -10,7 +10,7 @@ README = Path(__file__).parents[1] / "plugins" / "cuda_ipc" / "README.md"
 
 
 def test_the_page_has_every_option_with_its_default() -> None:
-    section = README.read_text().split("## ucx\n", 1)[1].split("\n## ", 1)[0]
+    section = README.read_text().split("## ucx\n", 1)[1].split("\n### ", 1)[0]
     cells = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     said = {first.strip("| `"): second.strip("`") for first, second, *_ in cells}
     for name, field in UcxOptions.model_fields.items():
