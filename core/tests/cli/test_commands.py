@@ -96,7 +96,7 @@ def test_config_shows_what_the_chosen_plugins_take_by_default(kvbaton, monkeypat
 
 def test_config_of_a_plugin_that_is_not_there_is_shown_all_the_same(kvbaton):
     result = kvbaton("config", "--transport", "nope", "--transport-option", "a=1")
-    assert result.exit_code == 0
+    assert result.exit_code == 2, "what was asked for cannot be had"
     assert 'transport.options are shown as given: no transport "nope"' in result.stderr
     assert "transport.options.a" in result.stdout
 

@@ -18,10 +18,11 @@ def wait_for(child: subprocess.Popen[str], line: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_the_first_ctrl_c_cancels_drains_and_exits_130(process):
+@pytest.mark.parametrize("asked_by", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_ctrl_c_cancels_drains_and_exits_130(process, asked_by):
     child = process("run", "--model", "m", "--prompt", "slow one", "--prompt", "slow two", "--prompt", "quick")
     wait_for(child, "decoding")
-    child.send_signal(signal.SIGINT)
+    child.send_signal(asked_by)
     out, errors = child.communicate(timeout=30)
     assert child.returncode == 130
     last = errors.splitlines()[-1]

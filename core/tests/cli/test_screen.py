@@ -168,6 +168,20 @@ def test_a_terminal_shows_complete_lines_and_a_live_rest():
         assert line in out.getvalue()
 
 
+def test_what_a_model_writes_does_nothing_to_the_terminal():
+    out = io.StringIO()
+    screen = TerminalScreen(Console(file=out, force_terminal=True, width=60))
+    screen.header("[1] rings\a")
+    screen.text("clears \x1b[2J and \x9b31m\n\tkeeps this")
+    screen.end_of_text()
+    screen.close()
+    shown = out.getvalue()
+    assert "\x1b[2J" not in shown.replace("\x1b[2K", "")
+    assert "\a" not in shown
+    assert "\x9b" not in shown
+    assert "keeps this" in shown
+
+
 def test_where_stdout_is_no_terminal_text_goes_there_at_once(capsys):
     screen = screen_for(quiet=False)
     assert isinstance(screen, PipeScreen)

@@ -29,6 +29,7 @@ def test_a_killed_stage_is_noticed_with_signal_and_log(processes):
     handle = processes.start("hang")
     [hello] = processes.gather(1)
     assert int(hello.message.cause) == handle.pid
+    assert psutil.Process(handle.pid).name() == f"kvb:{handle.peer.name}"[:15], "ps and top name the stage"
     os.kill(handle.pid, signal.SIGKILL)
     assert processes.exits(1) == [handle]
     assert not psutil.pid_exists(handle.pid), "joined: not even a zombie is left"

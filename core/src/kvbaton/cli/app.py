@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvbaton.cli.assignments import assignments
 from kvbaton.cli.console import answers
-from kvbaton.cli.faults import explained, say
+from kvbaton.cli.faults import BAD_INPUT, OK, explained, say
 from kvbaton.errors import PluginError, SettingsError
 from kvbaton.settings import Provenance, Settings, describe, load
 
@@ -409,7 +409,10 @@ def config_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print every effective setting and option of the chosen plugins, each with where it came from."""
+    """Print every effective setting and option of the chosen plugins, each with where it came from.
+
+    Exit status 2 where a plugin that was asked for is not there or refuses its options.
+    """
     _begin(debug)
     with explained(debug=debug):
         if schema:
@@ -432,11 +435,11 @@ def config_command(
                 value = value[part]
             rows[key] = (None if key == "model" and value == unset else value, str(origin))
         descriptions = {key: describe(key) for key in rows}
-        _add_options(settings, rows, descriptions)
+        status = _add_options(settings, rows, descriptions)
         if as_json:
             listing = {k: {"value": v, "from": where, "description": descriptions[k]} for k, (v, where) in rows.items()}
             print(json.dumps(listing, indent=2))
-            return
+            raise typer.Exit(status)
         table = Table(box=None, pad_edge=False)
         table.add_column("setting", no_wrap=True)
         table.add_column("value", overflow="fold")
@@ -445,11 +448,17 @@ def config_command(
             style = "" if where == "default" else "bold"
             table.add_row(key, unset if value is None else _plain(_shown(value)), _plain(where), style=style)
         answers().print(table)
+    raise typer.Exit(status)
 
 
-def _add_options(settings: Settings, rows: dict[str, tuple[Any, str]], descriptions: dict[str, str]) -> None:
-    """Add what the chosen plugins take by default; a plugin that cannot be chosen is a line on stderr."""
+def _add_options(settings: Settings, rows: dict[str, tuple[Any, str]], descriptions: dict[str, str]) -> int:
+    """Add what the chosen plugins take by default; the exit status.
+
+    A plugin that cannot be chosen, or that refuses its options, is a line on stderr.
+    """
     from kvbaton.plugins import options_of
+
+    status = OK
 
     for group in ("engine", "transport"):
         prefix = f"{group}.options"
@@ -457,6 +466,9 @@ def _add_options(settings: Settings, rows: dict[str, tuple[Any, str]], descripti
             options = options_of(settings, group)
         except PluginError as error:
             say(f"{prefix} are shown as given: {error}")
+            asked = (key for key in rows if key == f"{group}.name" or key.startswith(prefix))
+            if any(rows[key][1] != "default" for key in asked):  # nobody has asked for a default that is not installed
+                status = BAD_INPUT
             continue
         if options is None:
             continue
@@ -470,6 +482,7 @@ def _add_options(settings: Settings, rows: dict[str, tuple[Any, str]], descripti
     order = {group: place for place, group in enumerate(Settings.model_fields)}
     for key in sorted(rows, key=lambda key: order[key.split(".")[0]]):  # a group's rows keep their order
         rows[key] = rows.pop(key)
+    return status
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks, the second forces.
+"""Ctrl-C: the first asks, the second forces.  SIGTERM, a supervisor's way of asking, does the same.
 
 An exception out of nowhere could tear the runtime in the middle of its books, so while it is stepped the first Ctrl-C
 is only noted and the loop acts on it.  Everywhere else (start-up, the comparison) it is the usual KeyboardInterrupt.
@@ -17,7 +17,7 @@ from kvbaton.cli.faults import INTERRUPTED, say
 
 
 class Interrupt:
-    """SIGINT while a command runs; a context manager that restores the handler it found.
+    """SIGINT and SIGTERM while a command runs; a context manager that restores the handlers it found.
 
     Off the main thread, where Python takes no handlers, it changes nothing.
     """
@@ -25,18 +25,19 @@ class Interrupt:
     def __init__(self) -> None:
         self.requested = False
         self._noting = False
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
     def note(self) -> None:
         """From now on the first Ctrl-C sets ``requested`` and raises nothing."""

@@ -89,6 +89,7 @@ def _one(answer: Answer) -> dict[str, Any]:
         "token_ids": list(record.token_ids),
         "exit_depths": list(record.exit_depths),
         "finish_reason": record.finish_reason,
+        "requeued": record.requeued,
         "error": str(record.error) if record.error is not None else None,
         "chunks": record.chunks,
         "segments": record.segments,
@@ -106,14 +107,14 @@ def print_tables(console: Console, answers: Sequence[Answer]) -> None:
     for name in ("prompt", "cached P/D", "tokens", "chunks", "segments", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("P → D", no_wrap=True)
-    table.add_column("end", no_wrap=True)
+    table.add_column("end")
     for answer in answers:
         record = answer.record
         size = ByteSize(record.bytes).human_readable(separator=" ")
         table.add_row(
             answer.prompt.id, str(record.prompt_tokens), f"{record.prefix_prefill}/{record.prefix_decode}",
             str(len(record.token_ids)), str(record.chunks), str(record.segments), size,
-            f"{_number(record.prefill)} → {_number(record.decode)}", str(record.finish_reason),
+            f"{_number(record.prefill)} → {_number(record.decode)}", _end(record),
         )  # fmt: skip
     console.print(table)
     widest = max((len(answer.prompt.id) for answer in answers), default=0)
@@ -130,6 +131,12 @@ def print_tables(console: Console, answers: Sequence[Answer]) -> None:
         if times.row_count:
             console.print()
             console.print(times)
+
+
+def _end(record: RequestRecord) -> str:
+    """How it ended, and how often it had to begin again (C6.5)."""
+    again = f", begun {record.requeued + 1} x" if record.requeued else ""
+    return f"{record.finish_reason}{again}"
 
 
 def _table(first: str) -> Table:

@@ -162,6 +162,11 @@ class ProgressScreen(PipeScreen):
     def end_of_text(self) -> None: ...
 
 
+#: What a model writes is text: it moves no cursor, clears no screen and rings no bell of the reader's terminal.
+_CONTROLS = (code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t")
+_HARMLESS = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
+
+
 class TerminalScreen:
     """stdout is a terminal: complete lines scroll away above; the one being written and the progress line are live."""
 
@@ -178,10 +183,10 @@ class TerminalScreen:
         self._draw()
 
     def header(self, line: str) -> None:
-        self._console.print(Text(line, style="bold"))
+        self._console.print(Text(line.translate(_HARMLESS), style="bold"))
 
     def text(self, piece: str) -> None:
-        *complete, self._line = (self._line + piece).split("\n")
+        *complete, self._line = (self._line + piece.translate(_HARMLESS)).split("\n")
         for line in complete:
             self._console.print(Text(line))
         self._draw()

@@ -6,6 +6,7 @@ either stream, goes to the launcher's log: the application's own output is never
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -59,6 +60,8 @@ def main() -> int:
         return 1
     order = msgspec.json.decode(line, type=Order)
     sys.path[:] = order.path
+    with contextlib.suppress(OSError):  # what ps and top call this process; the kernel keeps 15 bytes of it
+        Path("/proc/self/comm").write_text(f"kvb:{order.spec.name}"[:15])
 
     os.set_inheritable(order.output, False)
 
