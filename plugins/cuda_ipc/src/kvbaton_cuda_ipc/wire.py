@@ -371,6 +371,7 @@ class Wire:
             if not worker.progress_once():
                 worker.progress()  # and ends what a broken endpoint has left
                 return
+        self._soon = True  # there may be more
 
     def _probe(self, kind: int) -> Any:
         found = self._worker.tag_probe(*self._kinds[kind])
@@ -543,8 +544,11 @@ class Wire:
             return
         if self._worker.arm():
             self._poller.poll(max(0.0, timeout) * 1000)
-        else:
-            # something has come, or UCX has work that shows on no descriptor: then asking again at once would spin
+        elif self._worker.progress_once():
+            self._soon = True  # something has come since; what it is the next poll finds
+        elif self._worker.arm():
+            self._poller.poll(max(0.0, timeout) * 1000)
+        else:  # UCX has work that shows on no descriptor, and asking again at once would spin
             time.sleep(min(timeout, _PAUSE))
 
     # -- the end -----------------------------------------------------------------------------------------------------
