@@ -707,3 +707,18 @@ def test_a_trace_shows_what_was_computed_and_a_process_has_one(tmp_path: Path) -
     other.close()
     made.start_profile(tmp_path / "again")
     assert len(made.stop_profile()) == 1
+
+
+@pytest.mark.clause("C8.4")
+def test_p_goes_on_with_a_prompt_that_fits_because_its_beginning_has_been_computed_meanwhile() -> None:
+    made, recorder = staged(Role.PREFILL, blocks=3)
+    first, second = new_transfer_id(), new_transfer_id()
+    made.reserve_transfer(Admission(first, Request(prompt(8))))
+    made.reserve_transfer(Admission(second, Request((*prompt(8), 1, 2))))
+    finish(made)
+    # the first one's blocks are still leased: memory has not changed, but what the second one needs has
+    assert [r.transfer for r in recorder.ranges] == [first, second]
+    assert [r.cached for r in recorder.ranges] == [0, 8]
+    for transfer in (first, second):
+        made.release_transfer(transfer)
+    balanced(made)

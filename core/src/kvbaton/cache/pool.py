@@ -61,6 +61,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def named(self) -> int:
+        """Blocks, held or cached, that can be found by their content."""
+        return len(self._named)
+
+    @property
     def available(self) -> int:
         """How many blocks ``take`` could hand out now."""
         return len(self._free) + len(self._cached)

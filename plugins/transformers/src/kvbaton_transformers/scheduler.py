@@ -131,8 +131,9 @@ class Scheduler:
         self._waiting: list[Job] = []
         self._running: list[Job] = []
         self.preemptions = 0
-        #: Whom admission last found no memory for, and the free memory then: no use in asking again before it changes.
-        self._refused: tuple[Job, int, int] | None = None
+        #: Whom admission last found no memory for, the free memory then, and how much could be shared: no use in asking
+        #: again before one of these changes.
+        self._refused: tuple[Job, int, int, int] | None = None
 
     @property
     def waiting(self) -> int:
@@ -293,8 +294,8 @@ class Scheduler:
     def _starved(self) -> Job:
         return next(job for job in self._waiting if not _holds_blocks(job))
 
-    def _memory(self, job: Job) -> tuple[Job, int, int]:
-        return job, self.cache.available, self.cache.slots.free
+    def _memory(self, job: Job) -> tuple[Job, int, int, int]:
+        return job, self.cache.available, self.cache.slots.free, self.cache.pool.named
 
 
 def _holds_blocks(job: Job) -> bool:
