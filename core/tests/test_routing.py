@@ -154,7 +154,7 @@ some_pairs = st.sets(st.sampled_from(ALL), min_size=1).map(lambda chosen: tuple(
 
 
 @given(loads, some_pairs, st.floats(0, 2), st.integers(0, 2**32))
-@budget(max_examples=200)
+@budget(max_examples=200, deadline=None)
 def test_the_choice_is_offered_and_within_the_bound(
     load: dict[str, float], pairs: tuple[tuple[str, str], ...], imbalance: float, seed: int
 ) -> None:
@@ -171,7 +171,7 @@ def test_the_choice_is_offered_and_within_the_bound(
 
 
 @given(loads, some_pairs)
-@budget(max_examples=200)
+@budget(max_examples=200, deadline=None)
 def test_where_nothing_is_shared_it_is_the_least_loaded_policy(
     load: dict[str, float], pairs: tuple[tuple[str, str], ...]
 ) -> None:

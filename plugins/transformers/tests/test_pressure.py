@@ -454,19 +454,16 @@ def playing(games: int) -> settings:
     )  # fmt: skip
 
 
-CLAUSES = ("C2.2", "C2.6", "C5.1", "C5.2", "C5.3", "C8.1", "C8.2", "C8.3", "C8.4", "A1")
-
-
-@pytest.mark.clause(*CLAUSES)
+@pytest.mark.clause("C2.2", "C2.6", "C5.1", "C5.2", "C5.3", "C8.1", "C8.2", "C8.3", "C8.4", "A1")
 class TestPressure(Pressure.TestCase):  # type: ignore[misc, valid-type]
     settings = playing(40)
 
 
-@pytest.mark.clause(*CLAUSES)
+@pytest.mark.clause("C2.2", "C2.6", "C5.1", "C5.2", "C5.3", "C8.1", "C8.2", "C8.3", "C8.4", "A1")
 class TestSpeculating(Speculating.TestCase):  # type: ignore[misc, valid-type]
     settings = playing(15)
 
 
-@pytest.mark.clause(*CLAUSES)
+@pytest.mark.clause("C2.2", "C2.6", "C5.1", "C5.2", "C5.3", "C8.1", "C8.2", "C8.3", "C8.4", "A1")
 class TestLooped(Looped.TestCase):  # type: ignore[misc, valid-type]
     settings = playing(8)
