@@ -24,13 +24,12 @@ Column = npt.NDArray[np.int64]
 
 #: Lanes of a connector.
 LANES = 2
-#: Rows that a table has room for at first.
-_ROWS = 4096
-#: Programs of the kernel for each multiprocessor, unless told otherwise.
-PROGRAMS = 4
-#: A run of at least so many bytes goes to the copy engine, where there are few of them.
-ENGINE_ABOVE = 16 << 20
-_FEW = 8
+#: Tables that there are from the beginning, and the rows that each has room for.
+_TABLES, _ROWS = 64, 4096
+#: Programs of the kernel for each multiprocessor, unless told otherwise: more were not faster.
+PROGRAMS = 1
+#: A run of at least so many bytes goes to the copy engine, which costs some microseconds for each.
+ENGINE_ABOVE = 32 << 20
 #: Seconds that :meth:`Mover.settle` gives the device.  What is started here takes milliseconds.
 _SETTLING = 10.0
 
@@ -65,16 +64,19 @@ class Adrift(TransportError):
 class _Table:
     """Room for one launch's table: pinned memory to write it in, and device memory to upload it to."""
 
-    def __init__(self, rows: int, device: Any) -> None:
-        import torch
+    def __init__(self, pinned: Any, device: Any) -> None:
+        self.pinned, self.device = pinned, device
+        self.host: npt.NDArray[np.int64] = pinned.numpy()
+        self.from_address, self.to_address = pinned.data_ptr(), device.data_ptr()
+        self.rows = len(self.host) // 3
 
-        self.pinned = torch.empty((3 * rows,), dtype=torch.int64, pin_memory=True)
-        self.host: npt.NDArray[np.int64] = self.pinned.numpy()
-        self.device = torch.empty((3 * rows,), dtype=torch.int64, device=device)
-        self.from_address, self.to_address = self.pinned.data_ptr(), self.device.data_ptr()
 
-    def __len__(self) -> int:
-        return len(self.host) // 3
+def _tables(count: int, rows: int, device: Any) -> list[_Table]:
+    import torch
+
+    pinned = torch.empty((count, 3 * rows), dtype=torch.int64, pin_memory=True)
+    there = torch.empty((count, 3 * rows), dtype=torch.int64, device=device)
+    return [_Table(*ends) for ends in zip(pinned, there, strict=True)]
 
 
 class DeviceMover:
@@ -83,6 +85,8 @@ class DeviceMover:
 
     def __init__(self, cuda: Driver, device: int, programs: int | None, engine_above: int | None) -> None:
         import torch
+
+        from kvbaton_cuda_ipc import scatter
 
         if programs is None:
             programs = PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -96,14 +100,14 @@ class DeviceMover:
         self._lanes = [torch.cuda.Stream(self._device) for _ in range(LANES)]
         self._streams = [lane.cuda_stream for lane in self._lanes]
         self._turn = 0
-        self._event = functools.partial(torch.cuda.Event)
+        self._event: Any = torch.cuda.Event
+        self._plan = scatter.plan
         self._free: list[_Table] = []
         self._busy: deque[tuple[_Table, Any]] = deque()
         self._figures = dict.fromkeys(
             ("launches_total", "kernel_bytes_total", "kernel_runs_total", "engine_bytes_total", "engine_runs_total"), 0
         )
-        for _ in range(LANES):
-            self._free.append(_Table(_ROWS, self._device))
+        self._free += _tables(_TABLES, _ROWS, self._device)
         torch.cuda.synchronize(self._device)
 
     def start(self, source: Column, target: Column, length: Column) -> DeviceEvent:
@@ -112,9 +116,8 @@ class DeviceMover:
         event: Any = self._event()
         table: _Table | None = None
         try:
-            kept = self._by_engine(source, target, length, stream)
-            if kept is not None:
-                source, target, length = source[kept], target[kept], length[kept]
+            if int(np.maximum.reduce(length)) >= self._engine_above:
+                source, target, length = self._by_engine(source, target, length, stream)
             if len(length):
                 table = self._by_kernel(source, target, length, stream)
             event.record(lane)
@@ -126,41 +129,45 @@ class DeviceMover:
             self._busy.append((table, event))
         return event  # type: ignore[no-any-return]
 
-    def _by_engine(self, source: Column, target: Column, length: Column, stream: int) -> npt.NDArray[np.bool_] | None:
-        """Start what the copy engine is better at.  Which runs are left, ``None``: all of them."""
-        if int(length.max()) < self._engine_above:
-            return None
+    def _by_engine(self, source: Column, target: Column, length: Column, stream: int) -> tuple[Column, Column, Column]:
+        """Start what the copy engine is better at; what is left."""
         large = length >= self._engine_above
         runs = np.flatnonzero(large)
-        if len(runs) > _FEW:
-            return None
         for run in runs.tolist():
             self._cuda.copy(int(target[run]), int(source[run]), int(length[run]), stream)
         self._figures["engine_bytes_total"] += int(length[runs].sum())
         self._figures["engine_runs_total"] += len(runs)
-        return ~large
+        return source[~large], target[~large], length[~large]
 
     def _by_kernel(self, source: Column, target: Column, length: Column, stream: int) -> _Table:
-        from kvbaton_cuda_ipc.scatter import plan
+        taken: list[_Table] = []
 
-        launch = plan(source, target, length, self._programs)
-        rows = launch.rows
-        table = self._take(rows)
-        size = 3 * rows
-        table.host[:size] = launch.table.reshape(-1)
-        self._cuda.copy(table.to_address, table.from_address, 8 * size, stream)
+        def room(rows: int) -> npt.NDArray[np.int64]:
+            """The plan is written where it is uploaded from."""
+            if taken:
+                self._free.append(taken.pop())
+            taken.append(self._take(rows))
+            return taken[0].host[: 3 * rows].reshape(3, rows)
+
+        launch = self._plan(source, target, length, self._programs, room)
+        (table,) = taken
+        self._cuda.copy(table.to_address, table.from_address, 24 * launch.rows, stream)
         self._kernels.run(launch, table.device, stream)
-        self._figures["launches_total"] += 1
-        self._figures["kernel_runs_total"] += len(length)
-        self._figures["kernel_bytes_total"] += int(length.sum())
+        figures = self._figures
+        figures["launches_total"] += 1
+        figures["kernel_runs_total"] += len(length)
+        figures["kernel_bytes_total"] += launch.nbytes
         return table
 
     def _take(self, rows: int) -> _Table:
-        while self._busy and self._busy[0][1].query():
-            self._free.append(self._busy.popleft()[0])
-        table = self._free.pop() if self._free else None
-        if table is None or len(table) < rows:
-            table = _Table(max(_ROWS, 1 << (rows - 1).bit_length()), self._device)
+        if not self._free:
+            while self._busy and self._busy[0][1].query():
+                self._free.append(self._busy.popleft()[0])
+        if self._free:
+            table = self._free.pop()
+            if table.rows >= rows:
+                return table
+        (table,) = _tables(1, max(_ROWS, 1 << (rows - 1).bit_length()), self._device)
         return table
 
     def settle(self) -> bool:
@@ -201,7 +208,7 @@ class Kernels:
         base = memory.data_ptr()
         probes = {}
         for rows, words in scatter.TILES:
-            length = 8 * words if rows > 1 else 16384
+            length = 8 * words
             start = np.arange(rows, dtype=np.int64) * length
             lengths = np.full(rows, length, np.int64)
             probe = scatter.plan(base + start, base + 32768 + start, lengths, 8)
@@ -229,7 +236,8 @@ class Kernels:
 
         compiled = self._compiled[launch.tile_rows]
         if self._direct:
-            compiled[(launch.programs, 1, 1)](*scatter.arguments(launch, table), stream=stream)
+            # an address: of a tensor the launcher would ask the driver where it is
+            compiled[(launch.programs, 1, 1)](*scatter.arguments(launch, table.data_ptr()), stream=stream)
         else:
             import torch
 

@@ -12,6 +12,7 @@ one tile ahead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +25,18 @@ Column = npt.NDArray[np.int64]
 
 #: Bytes of a vector access; what both addresses and the length must be multiples of.
 ALIGNED = 16
-#: Rows of a tile, and 64-bit words of each: all have 16 KiB.
-TILES = ((1, 2048), (4, 512), (16, 128))
+#: Rows of a tile, and 64-bit words of each: all have 32 KiB, which with this many warps keep enough of the memory busy
+#: that one program for each multiprocessor reaches its rate.
+TILES = ((1, 4096), (2, 2048), (8, 512), (32, 128))
+_WARPS = 16
 #: A long run is cut into pieces of at least and at most this many bytes, powers of two.
 MIN_PIECE, MAX_PIECE = 1 << 14, 1 << 18
 #: What is not aligned is cut into pieces of this many bytes.
 NARROW_PIECE = 1 << 12
 #: Pieces that a program should get, so that all end at about the same time.
 _SHARE = 4
-_WARPS = 8
 _NARROW_ROWS, _NARROW_BYTES = 16, 128
+_WORDS = dict(TILES)
 
 
 @triton.jit(do_not_specialize=["rows", "wide", "per", "piece"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -115,7 +118,7 @@ class Plan:
     """What one launch does: ``table``, int64 ``[3, rows]``, and how the kernel has to read it.
 
     The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of ``piece`` bytes by tiles of
-    ``tile_rows`` rows.  ``programs``: how many the launch should have.
+    ``tile_rows`` rows.  ``programs``: how many the launch should have; ``nbytes``: what it moves.
     """
 
     table: npt.NDArray[np.int64]
@@ -124,47 +127,75 @@ class Plan:
     piece: int
     tile_rows: int
     programs: int
+    nbytes: int
 
     @property
     def rows(self) -> int:
         return int(self.table.shape[1])
 
 
-def plan(source: Column, target: Column, length: Column, programs: int) -> Plan:
+def _fresh(rows: int) -> npt.NDArray[np.int64]:
+    return np.empty((3, rows), np.int64)
+
+
+def plan(
+    source: Column,
+    target: Column,
+    length: Column,
+    programs: int,
+    room: Callable[[int], npt.NDArray[np.int64]] = _fresh,
+) -> Plan:
     """A launch that copies ``length`` bytes from each address of ``source`` to the one of ``target`` at its index.
 
-    ``programs``: how many there may be at most.  Lengths are positive, target ranges do not overlap, and there is at
-    least one.  Nothing here depends on what the addresses mean.
+    ``programs``: how many there may be at most.  ``room``: where a table of so many rows can be written, int64
+    ``[3, rows]``; asked again where it has to be another number of rows, and what it gave before is then not needed.
+    Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here depends on what the
+    addresses mean.
     """
-    columns: tuple[Column, ...] = (source, target, length)
-    odd = int(np.bitwise_or.reduce(source) | np.bitwise_or.reduce(target) | np.bitwise_or.reduce(length)) % ALIGNED
-    narrow: tuple[Column, ...] | None = None
-    if odd:
-        columns, narrow = _sort(source, target, length)
+    nbytes = int(np.add.reduce(length))
+    table = room(len(length))
+    table[0], table[1], table[2] = source, target, length
+    if int(np.bitwise_or.reduce(table, axis=None)) % ALIGNED == 0:
+        count = len(length)
+        longest = int(np.maximum.reduce(length))
+        piece, per, tile_rows = _pieces(nbytes, longest, count, programs)
+        if per > 1 and per * count > 2 * (nbytes // piece + count):  # very unequal: most pieces would be empty
+            table, per = _written((_cut((source, target, length), piece),), room), 1
+            count = table.shape[1]
+        tiles = -(-count * per // tile_rows)
+        return Plan(table, count, per, piece, tile_rows, max(1, min(programs, tiles)), nbytes)
+    columns, narrow = _sort(source, target, length)
     count = len(columns[0])
-    total = int(columns[2].sum())
-    longest = int(columns[2].max(initial=0))
-    piece, per, tile_rows = MIN_PIECE, 1, 1
+    total = int(np.add.reduce(columns[2]))
+    piece, per, tile_rows = _pieces(total, int(columns[2].max(initial=0)), count, programs)
+    if per > 1 and per * count > 2 * (total // piece + count):
+        columns, per = _cut(columns, piece), 1
+        count = len(columns[0])
+    tiles = max(-(-count * per // tile_rows), -(-len(narrow[0]) // _NARROW_ROWS))
+    table = _written((columns, narrow), room)
+    return Plan(table, count, per, piece, tile_rows, max(1, min(programs, tiles)), nbytes)
+
+
+def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, int, int]:
+    """Bytes of a piece, pieces of the longest run, and rows of a tile, for aligned runs."""
     if longest > MIN_PIECE:
         piece = min(MAX_PIECE, max(MIN_PIECE, 1 << (total // (programs * _SHARE)).bit_length()))
-        per = -(-longest // piece)
-        if per > 1 and per * count > 2 * (total // piece + count):  # very unequal: most pieces would be empty
-            columns, per = _cut(columns, piece), 1
-            count = len(columns[0])
-    elif count:
-        tile_rows = next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
-    tiles = -(-count * per // tile_rows)
-    rows = count
-    if narrow is not None:
-        rows += len(narrow[0])
-        tiles = max(tiles, -(-len(narrow[0]) // _NARROW_ROWS))
-    table = np.empty((3, rows), np.int64)
-    for line, column in zip(table, columns, strict=True):
-        line[:count] = column
-    if narrow is not None:
-        for line, column in zip(table, narrow, strict=True):
-            line[count:] = column
-    return Plan(table, count, per, piece, tile_rows, max(1, min(programs, tiles)))
+        return piece, -(-longest // piece), 1
+    return MIN_PIECE, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
+
+
+def _written(
+    parts: tuple[tuple[Column, ...], ...], room: Callable[[int], npt.NDArray[np.int64]]
+) -> npt.NDArray[np.int64]:
+    """A table of all these rows, one part after the other."""
+    table = room(sum(len(part[0]) for part in parts))
+    start = 0
+    for part in parts:
+        end = start + len(part[0])
+        for line, column in zip(table, part, strict=True):
+            line[start:end] = column
+        start = end
+    return table
 
 
 def _sort(source: Column, target: Column, length: Column) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
@@ -195,7 +226,7 @@ def _cut(columns: tuple[Column, ...], piece: int) -> tuple[Column, ...]:
 
 def arguments(plan: Plan, table: Any) -> tuple[Any, ...]:
     """What the kernel is called with; ``table``: the plan's, where the device reads it."""
-    words = dict(TILES)[plan.tile_rows]
+    words = _WORDS[plan.tile_rows]
     return (
         table, plan.rows, plan.wide, plan.per, plan.piece, plan.tile_rows, words, _NARROW_ROWS, _NARROW_BYTES
     )  # fmt: skip
