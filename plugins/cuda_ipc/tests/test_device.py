@@ -1,0 +1,115 @@
+"""The kernel, and what starts it, on a real device; without one these tests are absent."""
+
+import time
+
+import deaths
+import exits
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+ROOM = 64 << 20
+POISON = 200
+#: Runs, the longest of them in bytes, and what addresses and lengths are multiples of.
+SHAPES = [(42, 1 << 20, 16), (700, 40000, 16), (2000, 5000, 16), (3000, 700, 16), (300, 100000, 1), (3000, 40, 1)]
+
+
+@pytest.fixture
+def cuda():
+    from kvbaton_cuda_ipc import driver
+
+    torch.zeros(1, device="cuda")
+    cuda = driver.load()
+    cuda.enter(0)
+    return cuda
+
+
+@pytest.fixture
+def memory():
+    """Bytes that differ by their place, and as many that are all alike."""
+    place = torch.arange(ROOM, dtype=torch.int64, device="cuda")
+    source = (place * 2654435761 >> 13 & 127).to(torch.uint8)
+    target = torch.full_like(source, POISON)
+    torch.cuda.synchronize()
+    return source, target
+
+
+def mover(cuda, **options):
+    from kvbaton_cuda_ipc.mover import DeviceMover
+
+    return DeviceMover(cuda, 0, options.get("programs"), options.get("engine_above"))
+
+
+def places(draw, lengths, align):
+    """Where runs of these lengths are, nowhere two at once."""
+    order = draw.permutation(len(lengths))
+    free = ROOM - int(lengths.sum()) - align
+    gaps = np.sort(draw.integers(0, free // align, len(lengths))) * align
+    at = np.empty_like(lengths)
+    at[order] = gaps + np.concatenate(([0], lengths[order].cumsum()[:-1]))
+    return at
+
+
+def over(event):
+    limit = time.monotonic() + 20
+    while not event.query():
+        assert time.monotonic() < limit, "the device does not finish"
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize(("runs", "longest", "align"), SHAPES)
+@pytest.mark.parametrize("options", [{}, {"programs": 3}, {"engine_above": 30000}], ids=str)
+def test_every_byte_and_no_other(cuda, memory, runs, longest, align, options):
+    source, target = memory
+    draw = np.random.default_rng(runs)
+    lengths = (draw.integers(1, longest, runs) + align - 1) // align * align
+    reads, writes = places(draw, lengths, align), places(draw, lengths, align)
+    ours = mover(cuda, **options)
+    over(ours.start(source.data_ptr() + reads, target.data_ptr() + writes, lengths))
+    expected = np.full(ROOM, POISON, np.uint8)
+    held = source.cpu().numpy()
+    for read, write, length in zip(reads.tolist(), writes.tolist(), lengths.tolist(), strict=True):
+        expected[write : write + length] = held[read : read + length]
+    assert np.array_equal(target.cpu().numpy(), expected)
+    ours.close()
+
+
+@pytest.mark.clause("T3")
+def test_tables_are_not_written_while_they_are_read(cuda, memory):
+    """More launches than there are tables, faster than they end."""
+    source, target = memory
+    ours = mover(cuda, programs=1)
+    length = 4096
+    cells = ROOM // length
+    order = np.random.default_rng(0).permutation(cells)
+    events = []
+    for first in range(0, cells, 64):
+        writes = np.arange(first, min(first + 64, cells))
+        lengths = np.full(len(writes), length)
+        reads = order[writes]
+        events.append(ours.start(source.data_ptr() + reads * length, target.data_ptr() + writes * length, lengths))
+    for event in events:
+        over(event)
+    there = torch.from_numpy(order).to("cuda")
+    assert bool((target.view(cells, length) == source.view(cells, length)[there]).all())
+    assert ours.figures()["launches_total"] == len(events)
+    ours.close()
+
+
+@pytest.mark.clause("T5", "C6.4")
+@pytest.mark.parametrize("killed", ["source", "target"])
+def test_a_process_that_dies_in_mid_copy(killed):
+    found = deaths.one_round(killed, (0, 0), 256 << 20, 1, 0.01, 2)
+    assert not any(found.get("LATE BYTES", ()))
+
+
+@pytest.mark.clause("T10")
+@pytest.mark.parametrize("case", exits.CASES)
+@pytest.mark.parametrize("closes", exits.CLOSES)
+def test_exits(case, closes):
+    if not exits.possible(case, closes):
+        assert case == "busy"  # a connector with a copy under way refuses to be closed (T10)
+        return
+    assert exits.end_of(case, closes) == ""
