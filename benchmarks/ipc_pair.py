@@ -177,7 +177,12 @@ class Source:
         theirs = Endpoint.decode(endpoint)
         self._peer = theirs.peer
         self.guard.connect(theirs)
-        while not any(event.up for event in self.guard.poll().peers):
+        up = False
+        while not up:  # the guard's deadline bounds it
+            for event in self.guard.poll().peers:
+                if not event.up:
+                    raise RuntimeError(f"kvbaton: {event}")
+                up = True
             os.sched_yield()
 
     def _ask(self, *words: Any) -> Any:
@@ -435,6 +440,7 @@ def pair(nbytes: int, options: Mapping[str, Any], devices: tuple[int, int] = (0,
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, devices[1], nbytes, options), daemon=True)
     process.start()
+    theirs.close()  # so that its death is the end of ours
     try:
         source = Source(ours, devices[0], nbytes, options)
         yield source
