@@ -91,10 +91,17 @@ def test_a_killed_stage_is_started_again_and_nobody_else_is(victim: str) -> None
 
 @pytest.mark.clause("C6.2", "C6.3")
 @pytest.mark.parametrize(
-    "runtime", [{"recovery__mode": "off", "stages__prefill": 1, "stages__decode": 1}], indirect=True
-)
+    "runtime",
+    [
+        {
+            "recovery__mode": "off", "stages__prefill": 1, "stages__decode": 1,
+            "engine__options": {"decode_blocks": 1024},
+        }
+    ],
+    indirect=True,
+)  # fmt: skip
 def test_with_recovery_off_a_death_ends_its_requests_and_is_final(runtime: PDRuntime) -> None:
-    key = runtime.add_request(request(1, tokens=30, growth=500), "a")
+    key = runtime.add_request(request(1, tokens=30, growth=4000), "a")
     next(iter(outputs := runtime.stream(key)))
     os.kill(runtime.stage("decode-0").pid, signal.SIGKILL)
     told = list(outputs)[-1].record

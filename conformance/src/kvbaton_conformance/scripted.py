@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,12 +55,23 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+_ADD, _FIRST, _SECOND = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
+_30, _27, _31 = np.array([30, 27, 31], np.uint64)
+
+
 def _mix_words(x: Words) -> Words:
     """:func:`_mix` of each element; uint64 arithmetic wraps, which is what is wanted."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x + _ADD
+    x = (x ^ (x >> _30)) * _FIRST
+    x = (x ^ (x >> _27)) * _SECOND
+    x = x ^ (x >> _31)
+    return x
+
+
+@lru_cache(256)
+def _places(first: int, count: int) -> Words:
+    """A weight for each of ``count`` positions from ``first`` on."""
+    return _mix_words(np.arange(first, first + count, dtype=np.uint64)) | np.uint64(1)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -87,25 +99,54 @@ class ScriptedModel:
     def extend(self, history: int, token: int) -> int:
         return _mix(history ^ token)
 
-    def kv(self, plane: int, component: int, histories: Words) -> Bytes:
-        """The bytes of one component for each position.  Shape ``[len(histories), token_bytes[component]]``."""
-        width = self.token_bytes[component]
-        salt = np.uint64(_mix((plane << 20) | component))
-        words = _mix_words((histories[:, None] ^ salt) + np.arange(-(-width // 8), dtype=np.uint64)[None, :])
-        return np.ascontiguousarray(words).view(np.uint8)[:, :width]
+    def kv(self, plane: int, histories: Words) -> Bytes:
+        """The bytes of every component, one after the other, for each position.
+
+        Shape ``[len(histories), sum(token_bytes)]``.
+        """
+        salts, counts, columns = self._words[plane]
+        words = _mix_words((histories[:, None] ^ salts) + counts)
+        return words.view(np.uint8)[:, columns]
+
+    @cached_property
+    def _words(self) -> list[tuple[Words, Words, npt.NDArray[np.int64]]]:
+        """Per plane, of the words that its bytes are cut from: salts, numbers within their component; and which bytes
+        of theirs are used."""
+        counts = [np.arange(-(-width // 8), dtype=np.uint64) for width in self.token_bytes]
+        starts = np.cumsum([0, *(8 * len(count) for count in counts)])
+        columns = np.concatenate([start + np.arange(w) for start, w in zip(starts, self.token_bytes, strict=False)])
+        return [
+            (
+                np.concatenate([np.full_like(count, _mix((plane << 20) | c)) for c, count in enumerate(counts)]),
+                np.concatenate(counts),
+                columns,
+            )
+            for plane in range(self.planes)
+        ]
+
+    @cached_property
+    def _weights(self) -> list[Words]:
+        """Per plane, one for each byte of a token."""
+        return [
+            np.concatenate(
+                [
+                    _mix_words(np.arange(width, dtype=np.uint64) + np.uint64((plane << 40) | (component << 24)))
+                    for component, width in enumerate(self.token_bytes)
+                ]
+            )
+            for plane in range(self.planes)
+        ]
 
     def final(self, history: int) -> Bytes:
         """The final payload behind the last prompt token.  Shape ``[final_bytes]``."""
         words = _mix_words(np.uint64(history ^ 0x5EED) + np.arange(-(-self.final_bytes // 8) or 1, dtype=np.uint64))
         return words.view(np.uint8)[: self.final_bytes]
 
-    def digest(self, plane: int, component: int, rows: Bytes, first: int) -> int:
-        """What ``rows`` (positions ``first`` on) contribute to the state that decides the next token: every byte
-        counts."""
-        weights = _mix_words(np.arange(rows.shape[1], dtype=np.uint64) + np.uint64((plane << 40) | (component << 24)))
-        places = _mix_words(np.arange(first, first + len(rows), dtype=np.uint64)) | np.uint64(1)
-        values = (rows.astype(np.uint64) + np.uint64(1)) * weights[None, :]
-        return int((values.sum(axis=1, dtype=np.uint64) * places).sum(dtype=np.uint64))
+    def digest(self, plane: int, rows: Bytes, first: int) -> int:
+        """What ``rows`` (as of :meth:`kv`, positions ``first`` on) contribute to the state that decides the next token:
+        every byte counts."""
+        values = (rows.astype(np.uint64) + np.uint64(1)) @ self._weights[plane]
+        return int(values @ _places(first, len(rows)))
 
     def choose(self, digest: int, final: Bytes, seed: int) -> tuple[int, int]:
         """The next token id and its exit depth, from everything the cache holds."""
@@ -131,11 +172,7 @@ class ScriptedModel:
             position += 1
 
     def _contribution(self, histories: Words, first: int) -> int:
-        total = 0
-        for plane in range(self.planes):
-            for component in range(len(self.token_bytes)):
-                total += self.digest(plane, component, self.kv(plane, component, histories), first)
-        return total & _MASK
+        return sum(self.digest(plane, self.kv(plane, histories), first) for plane in range(self.planes)) & _MASK
 
 
 def finish_reason(request: Request, tokens: Sequence[int]) -> FinishReason | None:
@@ -262,11 +299,18 @@ class ScriptedEngine:
         self._used_bytes = sum(m.token_bytes) * s.block_tokens
         self._stride = self._used_bytes + s.gap
         bases = np.concatenate(([0], np.cumsum(m.token_bytes)[:-1])) * s.block_tokens
+        #: Where in a block the bytes of each of its tokens lie.  Shape ``[block_tokens, sum(token_bytes)]``.
+        self._within = np.concatenate(
+            [
+                base + width * np.arange(s.block_tokens)[:, None] + np.arange(width)
+                for base, width in zip(bases, m.token_bytes, strict=True)
+            ],
+            axis=1,
+        )
         components = tuple(
             Component(region=0, base=int(base), block_stride=self._stride, token_bytes=width, dtype="uint8")
             for base, width in zip(bases, m.token_bytes, strict=True)
         )
-        self._bases = [int(base) for base in bases]
         self.geometry = KVGeometry(
             identity={"model": f"scripted-{m.seed}", "vocabulary": str(m.vocabulary)},
             block_tokens=s.block_tokens,
@@ -516,6 +560,8 @@ class ScriptedEngine:
 
     def _say_reserved(self) -> None:
         """C2.7: what waits for the device, and need not any more."""
+        if not self._unquiet:
+            return
         quiet = [transfer for event, transfer in self._unquiet if event.query()]
         self._unquiet = [(event, transfer) for event, transfer in self._unquiet if transfer not in quiet]
         for transfer in quiet:
@@ -562,10 +608,7 @@ class ScriptedEngine:
         memory = np.full_like(self._memory, _POISON)
         histories = self.model.histories(tokens)[start:]
         for plane in range(self.model.planes):
-            for component, width in enumerate(self.model.token_bytes):
-                rows = self.model.kv(plane, component, histories)
-                addresses = self._addresses(table[plane], component, start, len(tokens))
-                memory[addresses[:, None] + np.arange(width)[None, :]] = rows
+            memory[self._where(table[plane], start, len(tokens))] = self.model.kv(plane, histories)
         return memory
 
     def tables(self, transfer: TransferId) -> tuple[tuple[int, ...], ...]:
@@ -589,10 +632,8 @@ class ScriptedEngine:
     def _digest(self, sequence: _Sequence, start: int) -> int:
         """What tokens ``[start, valid)`` in our memory contribute to the choice of the next token."""
         total = 0
-        for plane in range(self.model.planes):
-            for component in range(len(self.model.token_bytes)):
-                rows = self._rows(sequence.tables[plane], component, start, sequence.valid)
-                total += self.model.digest(plane, component, rows, start)
+        for plane, table in enumerate(sequence.tables):
+            total += self.model.digest(plane, self._memory[self._where(table, start, sequence.valid)], start)
         return total & _MASK
 
     def _take_slot(self) -> int:
@@ -609,25 +650,20 @@ class ScriptedEngine:
 
     def _addresses(self, table: Sequence[int], component: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """First byte of each token's row in region 0.  Shape ``[end - start]``."""
-        positions = np.arange(start, end)
-        blocks = np.asarray(table, dtype=np.int64)[positions // self.layout.block_tokens]
-        within = (positions % self.layout.block_tokens) * self.model.token_bytes[component]
-        return blocks * self._stride + self._bases[component] + within
+        return self._where(table, start, end)[:, sum(self.model.token_bytes[:component])]
 
-    def _rows(self, table: Sequence[int], component: int, start: int, end: int) -> Bytes:
-        width = self.model.token_bytes[component]
-        addresses = self._addresses(table, component, start, end)
-        rows: Bytes = self._memory[addresses[:, None] + np.arange(width)[None, :]]
-        return rows
+    def _where(self, table: Sequence[int], start: int, end: int) -> npt.NDArray[np.int64]:
+        """Where the bytes of tokens ``[start, end)`` lie in region 0.  Shape ``[end - start, sum(token_bytes)]``."""
+        blocks, within = np.divmod(np.arange(start, end), self.layout.block_tokens)
+        first = np.asarray(table, dtype=np.int64)[blocks] * self._stride
+        where: npt.NDArray[np.int64] = first[:, None] + self._within[within]
+        return where
 
     def _write(self, sequence: _Sequence, start: int, histories: Words) -> None:
         skip = max(sequence.shared - start, 0)
         start, histories = start + skip, histories[skip:]
-        for plane in range(self.model.planes):
-            for component, width in enumerate(self.model.token_bytes):
-                rows = self.model.kv(plane, component, histories)
-                addresses = self._addresses(sequence.tables[plane], component, start, start + len(histories))
-                self._memory[addresses[:, None] + np.arange(width)[None, :]] = rows
+        for plane, table in enumerate(sequence.tables):
+            self._memory[self._where(table, start, start + len(histories))] = self.model.kv(plane, histories)
 
     def _available(self) -> int:
         unowned = sum(1 for block in self._cached_blocks if not self._owners.get(block))

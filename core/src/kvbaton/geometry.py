@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import GeometryError, GeometryMismatch, SegmentError
-from kvbaton.segments import Offsets, Regions, Segments, coalesce
+from kvbaton.segments import Offsets, Regions, Segments, coalesce, joined
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -179,7 +179,7 @@ class KVGeometry:
             return Segments.empty()
         if not 0 <= slot < self.final_slots:
             raise SegmentError(f"C3.6: final slot {slot} does not exist: there are {self.final_slots}")
-        return Segments.of([(self.final_region, self.final_base + slot * self.final_stride, self.final_bytes)])
+        return Segments.one(self.final_region, self.final_base + slot * self.final_stride, self.final_bytes)
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
@@ -337,25 +337,47 @@ class KVMap:
         (C3.2), or a range that starts inside a block whose per-block values the destination would then hold for part of
         its tokens only.
         """
-        tokens = self.source.block_tokens
+        blocks = self._blocks_of(start, end, source_tables, destination_tables)
+        if start == end:
+            return Segments.empty(), Segments.empty()
+        ids = np.empty((2, len(self.source.planes), len(blocks)), dtype=np.int64)
+        self._take_ids(1, destination_tables, blocks, ids[1])
+        self._take_ids(0, source_tables, blocks, ids[0])
+        self._require_distinct(ids[1])
+        return self._planned(ids, start, end)
+
+    def check_destination(self, tables: Sequence[Table], start: int, end: int) -> None:
+        """Raise what :meth:`plan` of tokens ``[start, end)`` would raise for the destination's tables alone."""
+        blocks = self._blocks_of(start, end, tables, tables)
+        if start < end:
+            ids = np.empty((len(self.source.planes), len(blocks)), dtype=np.int64)
+            self._take_ids(1, tables, blocks, ids)
+            self._require_distinct(ids)
+            if self._entangled:
+                self._planned(np.stack((ids, ids)), start, end)
+
+    def _blocks_of(
+        self, start: int, end: int, source_tables: Sequence[Table], destination_tables: Sequence[Table]
+    ) -> range:
+        """Which entries of the tables hold tokens ``[start, end)``."""
+        tokens, planes = self.source.block_tokens, len(self.source.planes)
         if not 0 <= start <= end:
             raise SegmentError(f"C3.1: token range [{start}, {end}) is not one")
-        planes = len(self.source.planes)
         if len(source_tables) != planes or len(destination_tables) != planes:
             raise SegmentError(
                 f"C3.2: {len(source_tables)} source and {len(destination_tables)} target tables for {planes} planes"
             )
-        if start == end:
-            return Segments.empty(), Segments.empty()
-        first, last = start // tokens, -(-end // tokens)
-        head, tail = start % tokens, end % tokens
-        if head and self._has_per_block:
+        if start < end and start % tokens and self._has_per_block:
             raise SegmentError(
                 f"C3.3: token range [{start}, {end}) starts inside a block of {tokens} tokens, whose per-block values"
                 " belong to all of its tokens: a valid prefix must end at a block edge here"
             )
-        ids = self._ids((source_tables, destination_tables), first, last)
-        source, target = self._segments(ids, head, tail)
+        return range(start // tokens, -(-end // tokens))
+
+    def _planned(self, ids: Offsets, start: int, end: int) -> tuple[Segments, Segments]:
+        """Of blocks that are known to exist and to be distinct."""
+        tokens = self.source.block_tokens
+        source, target = self._segments(ids, start % tokens, end % tokens)
         if self._entangled and not target.disjoint():
             raise SegmentError(
                 "C3.2: the destination's planes share storage, and its tables give the same bytes to two of them"
@@ -377,8 +399,7 @@ class KVMap:
             parts.append(self._whole_blocks(ids[:, :, low:high]))
         if tail:
             parts.append(self._members.of_tokens(ids[:, :, -1], 0, tail))
-        (source, target), *others = parts
-        return coalesce(source.concat(*(s for s, _ in others)), target.concat(*(t for _, t in others)))
+        return coalesce(*joined(*parts))
 
     def _whole_blocks(self, ids: Offsets) -> tuple[Segments, Segments]:
         """Every group in every block, coalesced."""
@@ -405,40 +426,42 @@ class KVMap:
             return coalesce(source, target)
         return source, target
 
-    def _ids(self, tables: tuple[Sequence[Table], Sequence[Table]], first: int, last: int) -> Offsets:
-        """Block ids ``[first, last)`` of each plane's table, checked: shape ``[2, planes, blocks]``."""
-        ids = np.empty((2, len(tables[0]), last - first), dtype=np.int64)
-        for side, of_planes in reversed(tuple(enumerate(tables))):
-            for plane, given in enumerate(of_planes):
-                table = np.asarray(given)
-                if table.ndim != 1 or len(table) < last or table.dtype.kind not in "iu":
-                    name = self.source.planes[plane].name
-                    raise SegmentError(
-                        f"C3.6: the {_SIDES[side]} table of plane {name} is {table.dtype}{list(table.shape)}:"
-                        f" {last} integer block ids are needed",
-                        plane=name,
-                    )
-                ids[side, plane] = table[first:last]
-        wrong = ids.view(np.uint64) >= self._blocks  # negative ones are huge
+    def _take_ids(self, side: int, tables: Sequence[Table], blocks: range, ids: Offsets) -> None:
+        """Fill ``ids`` (shape ``[planes, blocks]``) with those entries of each plane's table, checked to exist
+        (C3.6)."""
+        for plane, given in enumerate(tables):
+            table = np.asarray(given)
+            if table.ndim != 1 or len(table) < blocks.stop or table.dtype.kind not in "iu":
+                name = self.source.planes[plane].name
+                raise SegmentError(
+                    f"C3.6: the {_SIDES[side]} table of plane {name} is {table.dtype}{list(table.shape)}:"
+                    f" {blocks.stop} integer block ids are needed",
+                    plane=name,
+                )
+            ids[plane] = table[blocks.start : blocks.stop]
+        wrong = ids.view(np.uint64) >= self._blocks[side]  # negative ones are huge
         if wrong.any():
-            side = int(wrong[1].any())
-            plane, at = (int(index[0]) for index in np.nonzero(wrong[side]))
-            name, bad = self.source.planes[plane].name, int(ids[side, plane, at])
+            plane, at = (int(index[0]) for index in np.nonzero(wrong))
+            name, bad = self.source.planes[plane].name, int(ids[plane, at])
             raise SegmentError(
                 f"C3.6: block {bad} in the {_SIDES[side]} table of plane {name}: there are"
                 f" {int(self._blocks[side, plane, 0])}",
                 plane=name, block=bad,
             )  # fmt: skip
-        ordered = np.sort(ids[1], axis=1)
-        twice = ordered[:, 1:] == ordered[:, :-1]
-        if twice.any():
-            plane, at = (int(index[0]) for index in np.nonzero(twice))
-            name, bad = self.source.planes[plane].name, int(ordered[plane, at])
-            raise SegmentError(
-                f"C3.2: block {bad} is twice in the destination table of plane {name}", plane=name, block=bad
-            )
+
+    def _require_distinct(self, ids: Offsets) -> None:
+        """No block of the destination is named twice, by one plane or by planes that share storage (C3.2)."""
+        if ids.shape[1] > 1:
+            ordered = np.sort(ids, axis=1)
+            twice = ordered[:, 1:] == ordered[:, :-1]
+            if twice.any():
+                plane, at = (int(index[0]) for index in np.nonzero(twice))
+                name, bad = self.source.planes[plane].name, int(ordered[plane, at])
+                raise SegmentError(
+                    f"C3.2: block {bad} is twice in the destination table of plane {name}", plane=name, block=bad
+                )
         for pool in self._pools:
-            ordered = np.sort(ids[1, pool], axis=None)
+            ordered = np.sort(ids[pool], axis=None)
             twice = ordered[1:] == ordered[:-1]
             if twice.any():
                 bad = int(ordered[int(np.argmax(twice))])
@@ -447,7 +470,6 @@ class KVMap:
                     f"C3.2: block {bad} is twice in the destination tables of planes {names}, which share storage",
                     block=bad,
                 )
-        return ids
 
 
 _SIDES = ("source", "destination")
@@ -525,10 +547,11 @@ class _Runs:
     def of_tokens(self, ids: Offsets, start: int, end: int) -> tuple[Segments, Segments]:
         """Every run's tokens ``[start, end)`` in one block of its plane; ids: shape ``[2, planes]``."""
         offsets = self.base + self.stride * ids[:, self.plane] + self.token_bytes * start
-        return _pair(self.region.copy(), offsets, self.token_bytes * (end - start) + self.fixed_bytes)
+        return _pair(self.region, offsets, self.token_bytes * (end - start) + self.fixed_bytes)
 
 
 def _pair(region: Regions, offset: Offsets, length: Offsets) -> tuple[Segments, Segments]:
+    """Of arrays that nobody writes any more: regions and offsets of shape ``[2, n]``, lengths ``[n]``."""
     return Segments._trusted(region[0], offset[0], length), Segments._trusted(region[1], offset[1], length)
 
 

@@ -510,7 +510,9 @@ class GuardedConnector:
         self._enter()
         self._pass += 1
         try:
-            self._filter(self._connector.poll())
+            progress = self._connector.poll()
+            if progress is not IDLE:
+                self._filter(progress)
             self._poll_is_failing = False
         except Exception as error:
             # Field failure 25: a transport's exception must not kill a healthy worker.  Deadlines go on counting.
@@ -651,7 +653,7 @@ class GuardedConnector:
                 f"T13: {what} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
                 capability="max_segments",
             )
-        if not np.array_equal(source.length, target.length):
+        if source.length is not target.length and not np.array_equal(source.length, target.length):
             at = int(np.flatnonzero(source.length != target.length)[0])
             raise SegmentError(
                 f"C3.6: {what}, segment {at}: {int(source.length[at])} source bytes against"
@@ -777,6 +779,8 @@ class GuardedConnector:
                 f" bytes on either side are quarantined until it completes or {flight.peer.id} is fenced.",
                 peer=flight.peer.id, transfer=flight.transfer, sequence=flight.sequence, retained=flight.nbytes,
             ))  # fmt: skip
+        if not any(peer.deadline <= now for peer in self._peers.values()):
+            return
         for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:
             connecting = peer.state is PeerState.CONNECTING
             verb = "connect to" if connecting else "disconnect from"

@@ -172,6 +172,8 @@ class Hooks:
         self._lock = threading.Lock()
         #: Observer's name to the number of times it raised.
         self.failures: dict[str, int] = {}
+        #: Of every hook that somebody implements, the newest first.
+        self._listeners: dict[str, tuple[pluggy.HookImpl, ...]] = {}
         for observer in observers:
             self.add(observer)
 
@@ -196,6 +198,8 @@ class Hooks:
             if self._manager.is_registered(observer) and self._manager.get_name(observer) == unique:
                 self._manager.unregister(observer)
             raise PluginBroken(f"observer {name}: {error}", name=name, distribution=None) from error
+        found = {hook: tuple(reversed(getattr(self._manager.hook, hook).get_hookimpls())) for hook in HOOKS}
+        self._listeners = {hook: listeners for hook, listeners in found.items() if listeners}
 
     def add_installed(self) -> None:
         """Register what installed distributions offer under ``kvbaton.hooks``, one by one.
@@ -214,8 +218,12 @@ class Hooks:
 
     def tell(self, hook: str, **facts: Any) -> None:
         """Call every implementation of an observing hook with ``facts``.  Never raises because of an observer."""
-        for implementation in self._implementations(hook):
+        for implementation in self._listeners.get(hook, ()):
             self._call(hook, implementation, facts)
+
+    def heard(self, hook: str) -> bool:
+        """Whether anybody implements this hook: what is told oftenest need not be put together for nobody."""
+        return hook in self._listeners
 
     def choose_pair(
         self,
@@ -230,7 +238,7 @@ class Hooks:
             "request": request, "prompt_tokens": len(prompt), "prompt": prompt, "prefill": prefill, "decode": decode,
             "pairs": pairs,
         }  # fmt: skip
-        for implementation in self._implementations("kvbaton_choose_pair"):
+        for implementation in self._listeners.get("kvbaton_choose_pair", ()):
             choice = self._call("kvbaton_choose_pair", implementation, facts)
             if choice is None:
                 continue
@@ -245,10 +253,7 @@ class Hooks:
         return None
 
     def __bool__(self) -> bool:
-        return bool(self._manager.get_plugins())
-
-    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
-        return getattr(self._manager.hook, hook).get_hookimpls()[::-1]  # type: ignore[no-any-return]
+        return bool(self._listeners)
 
     def _call(self, hook: str, implementation: pluggy.HookImpl, facts: dict[str, Any]) -> Any:
         # one by one: pluggy's own call stops at the first implementation that raises

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from kvbaton.errors import SegmentError
 Regions = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]
 
-_new, _set = object.__new__, object.__setattr__
+_new = object.__new__
+
+#: Up to so many segments, a look at each in Python costs less than one numpy call.
+_FEW = 8
 
 
 class Segments:
@@ -52,9 +56,11 @@ class Segments:
                 " offsets are at least 0, lengths at least 1",
                 segment=at,
             )
-        for name, column in zip(("region", "offset", "length"), columns, strict=True):
+        for column in columns:
             column.setflags(write=False)
-            _set(self, name, column)
+        _set_region(self, columns[0])
+        _set_offset(self, columns[1])
+        _set_length(self, columns[2])
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments are immutable: {name} cannot be set")
@@ -76,6 +82,11 @@ class Segments:
     def empty(cls) -> Segments:
         """No segments."""
         return _EMPTY
+
+    @classmethod
+    def one(cls, region: int, offset: int, length: int) -> Segments:
+        """One segment, of integers that are known to be valid."""
+        return cls._trusted(np.array((region,), np.int32), np.array((offset,), np.int64), np.array((length,), np.int64))
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, int]]) -> Segments:
@@ -142,12 +153,14 @@ class Segments:
 
         ``lengths``: region id to length in bytes.
         """
-        if not len(self):
-            return
-        here = int(self.region[0])
-        # the common case, all in one region, at a sixth of the cost
-        if here in lengths and not ((self.region != here) | (self.offset > lengths[here] - self.length)).any():
-            return
+        if len(self) <= _FEW:
+            if all(offset + length <= lengths.get(region, 0) for region, offset, length in self.triples()):
+                return
+        else:
+            here = int(self.region[0])
+            # the common case, all in one region, at a sixth of the cost
+            if here in lengths and not ((self.region != here) | (self.offset > lengths[here] - self.length)).any():
+                return
         ids = np.array(sorted(lengths), dtype=np.int64)
         sizes = np.array([lengths[int(id)] for id in ids], dtype=np.int64)
         if not len(ids):
@@ -229,13 +242,30 @@ _EMPTY = Segments(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.i
 # -- pairs of lists ----------------------------------------------------------------------------------------------------
 
 
+def joined(*pairs: tuple[Segments, Segments]) -> tuple[Segments, Segments]:
+    """The segments of every pair, in order, on either side.  In each pair the lengths agree (C3.6), and are trusted to.
+
+    Both sides of the result share their lengths, so that comparing them costs nothing.
+    """
+    pairs = tuple(pair for pair in pairs if len(pair[0]))
+    if len(pairs) <= 1:
+        return pairs[0] if pairs else (_EMPTY, _EMPTY)
+    length = np.concatenate([source.length for source, _ in pairs])
+    length.setflags(write=False)
+    first, second = (
+        (np.concatenate([pair[side].region for pair in pairs]), np.concatenate([pair[side].offset for pair in pairs]))
+        for side in (0, 1)
+    )
+    return Segments._trusted(*first, length), Segments._trusted(*second, length)
+
+
 def coalesce(source: Segments, target: Segments) -> tuple[Segments, Segments]:
     """Merge neighbours that follow each other without a gap on *both* sides.  Order is kept.
 
     Raises :class:`~kvbaton.errors.SegmentError` unless both lists have equal count and lengths (C3.6).
     """
     require_equal_lengths(source, target)
-    if len(source) < 2:
+    if len(source) < 2 or (len(source) <= _FEW and not _any_follows(source)):
         return source, target
     follows = _follows(source) & _follows(target)
     if not follows.any():
@@ -251,6 +281,11 @@ def coalesce(source: Segments, target: Segments) -> tuple[Segments, Segments]:
 def coalesce_one(segments: Segments) -> Segments:
     """:func:`coalesce` of a single list."""
     return coalesce(segments, segments)[0]
+
+
+def _any_follows(segments: Segments) -> bool:
+    """Whether one of a few segments begins where the one before it ends."""
+    return any(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(segments.triples()))
 
 
 def _follows(segments: Segments) -> npt.NDArray[np.bool_]:
@@ -278,6 +313,8 @@ def split(
         )
     if not len(source):
         return []
+    if len(source) <= max_segments and source.nbytes <= max_bytes:
+        return [(source, target)]
     if int(source.length.max()) > max_bytes:
         source, target = _cut(source, target, max_bytes, grain)
     lengths = source.length  # the same on both sides, and shared

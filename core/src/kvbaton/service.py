@@ -17,12 +17,13 @@ import itertools
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -171,6 +172,8 @@ class Service:
         self._tracked: dict[RequestKey, _Tracked] = {}
         #: Ended for their callers, not yet retired everywhere: their records still get milestones.
         self._retiring: dict[TransferId, _Tracked] = {}
+        #: The machine's next deadline, as the loop last saw it.
+        self._deadline: float | None = None
         #: Requests' own deadlines: (when, number, key); entries of ended requests are weeded out now and then.
         self._due: list[tuple[float, int, RequestKey]] = []
         self._order = itertools.count()
@@ -292,16 +295,22 @@ class Service:
     def call(self, action: Callable[[], T]) -> T:
         """Run ``action`` on the service's thread and return what it returns, or raise what it raises."""
         self._not_from_a_hook()
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        answer: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
 
         def command() -> None:
             try:
-                future.set_result(action())
+                answer.put((action(), None))
             except BaseException as error:
-                future.set_exception(error)
+                answer.put((None, error))
 
         self._post(command)
-        return future.result()
+        result, error = answer.get()
+        if error is None:
+            return cast("T", result)
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame, which would hold it
 
     def add(self, key: RequestKey, request: Request, deadline: float | None, accepted: Callable[[], None]) -> None:
         """Take a request; ``accepted`` runs once it was taken and before anything is delivered for it."""
@@ -563,20 +572,21 @@ class Service:
         self._over.set()
 
     def _nap(self) -> float:
+        self._deadline = self._machine.next_deadline()
         if self._commands:
             return 0.0
-        times = [time.monotonic() + _NAP]
-        deadline = self._machine.next_deadline()
-        if deadline is not None:
-            times.append(deadline)
+        now = time.monotonic()
+        times = [now + _NAP, *self._starting.values(), *self._dying.values()]
+        times += [pulse.due for pulse in self._pulses.values()]
+        if self._deadline is not None:
+            times.append(self._deadline)
         if self._due:
             times.append(self._due[0][0])
-        times += [census.by for census in self._censuses]
-        times += [by for by, _ in self._silent.values()]
-        times += [pulse.due for pulse in self._pulses.values()]
-        times += [held.by for held in self._held_back.values()]
-        times += (*self._starting.values(), *self._dying.values())
-        return max(min(times) - time.monotonic(), 0.0)
+        if self._censuses or self._silent or self._held_back:
+            times += [census.by for census in self._censuses]
+            times += [by for by, _ in self._silent.values()]
+            times += [held.by for held in self._held_back.values()]
+        return max(min(times) - now, 0.0)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -584,7 +594,7 @@ class Service:
         """A stage that lost its connection to another may have seen a death sooner than we do.  What it says from then
         on waits for that: a dead stage's own end, with status and last words, says more than what others saw of it.
         """
-        if event.peer in self._held_back:
+        if self._held_back and event.peer in self._held_back:
             self._held_back[event.peer].events.append(event)
             return
         if isinstance(event, Received) and isinstance(event.message, messages.PeerDown) and not self._closing:
@@ -634,12 +644,13 @@ class Service:
             case _:
                 pass
         effects = self._machine.handle(peer, message, now)
-        for effect in effects:
-            if isinstance(effect, fx.Ignored):
-                self._hooks.tell(
-                    "kvbaton_message_dropped", family=messages.family_of(message),
-                    reason=f"{effect.event}: {effect.reason}", peer=peer.name, count=1,
-                )  # fmt: skip
+        if self._hooks.heard("kvbaton_message_dropped"):
+            for effect in effects:
+                if isinstance(effect, fx.Ignored):
+                    self._hooks.tell(
+                        "kvbaton_message_dropped", family=messages.family_of(message),
+                        reason=f"{effect.event}: {effect.reason}", peer=peer.name, count=1,
+                    )  # fmt: skip
         self._carry_out(effects, now)
         if isinstance(message, messages.Connected):
             self._check_ready()
@@ -705,6 +716,8 @@ class Service:
             self._hear_out(reporter, now)
 
     def _tell_dropped(self) -> None:
+        if not self._hooks.heard("kvbaton_message_dropped"):
+            return
         dropped = self._channels.statistics().dropped
         if dropped != self._dropped:
             for (family, reason), total in dropped.items():
@@ -714,10 +727,37 @@ class Service:
             self._dropped = dropped
 
     def _on_time(self, now: float) -> None:
-        for reporter in [r for r, held in self._held_back.items() if held.by <= now or self._closing]:
-            self._hear_out(reporter, now)
-        self._give_up_silent(now, now)
+        if self._held_back:
+            for reporter in [r for r, held in self._held_back.items() if held.by <= now or self._closing]:
+                self._hear_out(reporter, now)
+        if self._silent:
+            self._give_up_silent(now, now)
         self._take_pulses(now)
+        if self._starting or self._dying:
+            self._expire_starts(now)
+        if self._deadline is not None and self._deadline <= now:
+            self._carry_out(self._machine.expire(now), now)
+        while self._due and self._due[0][0] <= now:
+            _, number, key = heapq.heappop(self._due)
+            tracked = self._tracked.get(key)
+            if tracked is not None and tracked.number == number:  # C1.3
+                tracked.overdue = True
+                self._carry_out(self._machine.abort(key, now, "C6.7: the request's own deadline passed"), now)
+        if self._draining:
+            for peer, future in [d for d in self._draining if d[1].cancelled() or self._machine.idle(d[0])]:
+                self._draining.remove((peer, future))
+                _answer(future, True)
+        if self._censuses:
+            self._close_censuses(now)
+        if not self._ready.done() and self._start_by <= now:
+            missing = [spec.name for spec in self._specs if not any(p.name == spec.name for p in self._up)]
+            what = f"{', '.join(missing)} did not report" if missing else "the stages did not all connect"
+            self._fail_startup(
+                StartupError(f"C6.7: {what} within deadline.startup of {self._settings.deadline.startup:g} s")
+            )
+
+    def _expire_starts(self, now: float) -> None:
+        """C6.7: of stages that are started again, and of lost ones that do not end."""
         for peer in [peer for peer, by in self._starting.items() if by <= now]:
             text = f"C6.7: deadline.startup of {self._settings.deadline.startup:g} s passed"
             if self._settings.stages.launch == "remote":  # an operator starts it, in his own time; nobody waits longer
@@ -734,18 +774,9 @@ class Service:
                 f" {self._settings.deadline.startup:g} s, so that it cannot be started again: a thread that hangs, say"
             )
             self._carry_out(self._machine.start_failed(peer.name, now, final=text), now)
-        deadline = self._machine.next_deadline()
-        if deadline is not None and deadline <= now:
-            self._carry_out(self._machine.expire(now), now)
-        while self._due and self._due[0][0] <= now:
-            _, number, key = heapq.heappop(self._due)
-            tracked = self._tracked.get(key)
-            if tracked is not None and tracked.number == number:  # C1.3
-                tracked.overdue = True
-                self._carry_out(self._machine.abort(key, now, "C6.7: the request's own deadline passed"), now)
-        for peer, future in [item for item in self._draining if item[1].cancelled() or self._machine.idle(item[0])]:
-            self._draining.remove((peer, future))
-            _answer(future, True)
+
+    def _close_censuses(self, now: float) -> None:
+        """C9.2: those that everybody has answered, or whose time is over."""
         for census in [c for c in self._censuses if not c.waiting or c.by <= now]:
             self._censuses.remove(census)
             for peer in census.waiting:
@@ -753,12 +784,6 @@ class Service:
                     "error": f"no reply within deadline.control of {self._settings.deadline.control:g} s"
                 }
             census.future.set_result(census.result)
-        if not self._ready.done() and self._start_by <= now:
-            missing = [spec.name for spec in self._specs if not any(p.name == spec.name for p in self._up)]
-            what = f"{', '.join(missing)} did not report" if missing else "the stages did not all connect"
-            self._fail_startup(
-                StartupError(f"C6.7: {what} within deadline.startup of {self._settings.deadline.startup:g} s")
-            )
 
     def _give_up_silent(self, until: float, now: float) -> None:
         """Lost are those whose channel has gone and who are still not seen to have ended."""
@@ -969,10 +994,11 @@ class Service:
                 request=key, transfer=transfer, cause=event.cause, retained=retained,
             )  # fmt: skip
             self._tell_fault(error, transfer, key, event.peer)
-        if tracked.transfer is not None:
-            for transfer in [t for t in self._retiring if self._machine.phase(t) is None]:  # T12
-                del self._retiring[transfer]
+        if tracked.transfer is not None and self._machine.phase(tracked.transfer) is not None:
             self._retiring[tracked.transfer] = tracked
+            if len(self._retiring) > 64 + 2 * len(self._machine):  # T12: what a fence ended has said no word of it
+                for transfer in [t for t in self._retiring if self._machine.phase(t) is None]:
+                    del self._retiring[transfer]
         record = RequestRecord(
             key, tracked.transfer, len(tracked.request.prompt), tuple(tracked.tokens), tuple(tracked.depths), reason,
             error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefix_prefill, tracked.prefix_decode,
@@ -989,15 +1015,18 @@ class Service:
 
     def _reached(self, reached: fx.Reached, now: float) -> None:
         stage = reached.peer.name if reached.peer else "coordinator"
-        self._hooks.tell(
-            "kvbaton_milestone", transfer=reached.transfer, request=reached.key, stage=stage,
-            milestone=reached.milestone, at=now, peer=reached.peer, prefix=reached.prefix,
-        )  # fmt: skip
+        if self._hooks.heard("kvbaton_milestone"):
+            self._hooks.tell(
+                "kvbaton_milestone", transfer=reached.transfer, request=reached.key, stage=stage,
+                milestone=reached.milestone, at=now, peer=reached.peer, prefix=reached.prefix,
+            )  # fmt: skip
         tracked = self._tracked.get(reached.key)
         if tracked is None or tracked.transfer != reached.transfer:
             tracked = self._retiring.get(reached.transfer)
-        if tracked is None:
-            return  # an earlier generation of it
+            if tracked is None:
+                return  # an earlier generation of it
+            if self._machine.phase(reached.transfer) is None:
+                del self._retiring[reached.transfer]  # this was its last word
         at = now - tracked.added
         tracked.milestones[reached.milestone] = at
         if reached.milestone == Milestones.COMMITTED:
@@ -1014,7 +1043,7 @@ class Service:
                 tracked.milestones[name] = min(start + seconds, at)
 
     def _choose_pair(self, key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair | None:
-        if self._hooks:
+        if self._hooks.heard("kvbaton_choose_pair"):
             views = {view.peer: view for view in self._machine.peers()}
             loads = {
                 peer: StageLoad(

@@ -12,26 +12,31 @@ MIN, MAX = 0.00005, 0.0005
 
 
 class Script:
-    """What each pass finds, in turn: ``busy``, ``urgent``, ``live`` (of use to a peer only) or ``parked``."""
+    """What each pass finds, in turn: ``flowing``, ``told`` (it did something else), ``urgent``, ``live`` (of use to a
+    peer only) or ``parked``."""
 
     def __init__(self, passes: Iterable[str]) -> None:
         self._passes = iter(passes)
-        self._now = "busy"
+        self._now = "flowing"
         self.pauses: list[float] = []
         self.ended = False
 
     def advance(self) -> bool:
         found = next(self._passes, None)
-        self.ended, self._now = found is None, found or "busy"
-        return self._now == "busy"
+        self.ended, self._now = found is None, found or "flowing"
+        return self._now in ("flowing", "told")
+
+    @property
+    def flowing(self) -> bool:
+        return self._now == "flowing"
 
     @property
     def live(self) -> bool:
-        return self._now in ("urgent", "live")
+        return self._now in ("urgent", "told", "live")
 
     @property
     def urgent(self) -> bool:
-        return self._now == "urgent"
+        return self._now in ("urgent", "told")
 
     def wait(self, timeout: float) -> None:
         self.pauses.append(timeout)
@@ -50,8 +55,13 @@ def pauses(*passes: str) -> list[float]:
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_work() -> None:
     grown = [0.00005, 0.0001, 0.0002, 0.0004, 0.0005, 0.0005]
     assert pauses(*["urgent"] * 6) == grown
-    assert pauses(*["urgent"] * 6, "busy", *["urgent"] * 6) == grown * 2
-    assert pauses("busy", "busy") == []
+    assert pauses(*["urgent"] * 6, "flowing", *["urgent"] * 6) == grown * 2
+    assert pauses("flowing", "flowing") == []
+
+
+def test_after_words_the_pump_makes_room_for_whoever_was_told() -> None:
+    assert pauses("told", "told") == [MIN, MIN]
+    assert pauses(*["urgent"] * 6, "told", "urgent", "urgent")[-3:] == [MIN, 2 * MIN, 4 * MIN]
 
 
 def test_where_only_a_peer_wants_polling_pauses_grow_longer() -> None:

@@ -63,9 +63,13 @@ def test_short_segments_on_one_grid_are_gathered(monkeypatch):
     batches = []
     way = copying._gather_and_scatter
     monkeypatch.setattr(copying, "_gather_and_scatter", lambda *rows: (batches.append(1), way(*rows)))
-    grid = Segments([0, 0], [0, 8192], [4096, 4096])
-    check(grid, grid, {0: 1 << 14})
+    count = copying._FEW + 1
+    grid = Segments([0] * count, range(0, 8192 * count, 8192), [4096] * count)
+    check(grid, grid, {0: 8192 * count})
     assert batches == [1]
-    off = Segments([0, 0], [0, 8191], [4096, 4096])
-    check(off, grid, {0: 1 << 14})
+    off = Segments([0] * count, [0, *range(8191, 8192 * (count - 1), 8192)], [4096] * count)
+    check(off, grid, {0: 8192 * count})
+    assert batches == [1]
+    few = grid[: copying._FEW]  # not worth the trouble
+    check(few, few, {0: 8192 * count})
     assert batches == [1]

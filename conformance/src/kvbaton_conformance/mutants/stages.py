@@ -89,12 +89,11 @@ add("an-import-is-not-checked", "a queued import is done whatever has become of 
 # -- planning --------------------------------------------------------------------------------------------------------
 
 add("the-final-payload-is-not-sent", "the hidden state stays on P", "C3.4 A1",
-    edit(ChunkPlanner.plan, "        source = source.concat(self._geometry.final_segment(computed.final_slot))\n"
-         "        target = target.concat(plan.map.destination.final_segment(plan.reservation.final_slot))\n", ""))  # fmt: skip
+    edit(ChunkPlanner.plan, "planned = coalesce(*joined(planned, payload))", "pass"))  # fmt: skip
 add("a-cached-prompt-sends-nothing", "a prompt that D has whole gets no chunk", "C3.4 A1",
     edit(ChunkPlanner.plan, "if computed.last and not batches:", "if False:"))  # fmt: skip
 add("ds-prefix-is-sent-again", "D's valid prefix is overwritten", "C3.3 C3.2",
-    edit(ChunkPlanner.begin, "reservation, tables, valid)", "reservation, tables, 0)"))  # fmt: skip
+    edit(ChunkPlanner.begin, "payload, valid)", "payload, 0)"))  # fmt: skip
 add("the-unused-tail-is-sent", "the tail of a partial block travels", "C3.1 C3.2 C5.2",
     edit(ChunkPlanner.plan, "    if end > start:\n",
          "    if computed.last and end > start:\n"

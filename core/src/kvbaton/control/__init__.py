@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from kvbaton.identity import PeerId
 from kvbaton.messages import Message
 
@@ -36,16 +38,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     """One message, the next of its channel."""
 
     peer: PeerId
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelLost:
+class ChannelLost(msgspec.Struct, frozen=True, gc=False):
     """The channel to ``peer`` is gone, once and for good; every message of it that counts came before this."""
 
     peer: PeerId

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -12,23 +11,22 @@ class Bell:
     """For threads that share memory.  All methods from any thread; one thread waits."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition(threading.Lock())
-        self._rung = False
+        #: Held while nobody has rung: a semaphore of one, and the cheapest that there is to ring and to wait for.
+        self._silence = threading.Lock()
+        self._silence.acquire()
 
     def ring(self) -> None:
         """End the present or the next ``wait``."""
-        with self._condition:
-            if not self._rung:
-                self._rung = True
-                self._condition.notify()
+        if self._silence.locked():
+            try:
+                self._silence.release()
+            except RuntimeError:
+                return  # somebody else has rung at the same time, and one ring is as good as two
 
     def wait(self, timeout: float, unless: Callable[[], object]) -> None:
         """Wait for ``ring``, at most ``timeout`` seconds, not at all if ``unless()`` is true.  Uses the ring up."""
-        with self._condition:
-            # ``unless`` is asked under the lock: whoever makes it true rings afterwards, so that no ring is missed
-            if not self._rung and not unless():
-                self._condition.wait(timeout)
-            self._rung = False
+        # whoever makes ``unless`` true rings afterwards: what it does not see now ends the wait
+        self._silence.acquire(timeout=0 if unless() else max(timeout, 0))
 
 
 class DescriptorBell:
@@ -36,6 +34,7 @@ class DescriptorBell:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._rung = False
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
@@ -44,15 +43,21 @@ class DescriptorBell:
 
     def ring(self) -> None:
         """Make the descriptor readable."""
+        if self._rung:  # and not hushed yet: who waits has still to look for what there is
+            return
         # the lock keeps a late ring from writing into whatever reused the number of a closed descriptor
         with self._lock:
-            if self._fd >= 0:
+            if self._fd >= 0 and not self._rung:
+                self._rung = True
                 os.eventfd_write(self._fd, 1)
 
     def hush(self) -> None:
-        """Use up what was rung so far."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        """Use up what was rung so far.  Look for what there is afterwards."""
+        if self._rung:
+            with self._lock:
+                self._rung = False
+                if self._fd >= 0:
+                    os.eventfd_read(self._fd)
 
     def close(self) -> None:
         """Give the descriptor back.  Idempotent."""

@@ -138,8 +138,12 @@ class _Exclusive:
         self._lock.release()
 
 
+#: As plain integers: it is asked several times for each message, and arithmetic with enumerations costs as much.
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
 def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(socket.get(_EVENTS)) & _POLLIN)
 
 
 class _Wire:
@@ -399,7 +403,12 @@ class ZmqCoordinatorChannels:
                 if not _readable(socket):
                     self._report_endings(events)
                     return events
-                self._handle(socket.recv_multipart(zmq.NOBLOCK, copy=False), events)
+                sender = self._by_routing_id.get(routing_id := socket.recv(zmq.NOBLOCK))
+                if sender is not None and sender.connected and self._listen is None:
+                    # what is heard oftenest, and nothing is asked of its frames but their bytes
+                    self._take(sender, socket.recv_multipart(zmq.NOBLOCK), events)
+                else:
+                    self._handle(routing_id, sender, socket.recv_multipart(zmq.NOBLOCK, copy=False), events)
             self._wire.bell.ring()  # there may be more
         return events
 
@@ -445,22 +454,22 @@ class ZmqCoordinatorChannels:
             if entry is not None and entry.connected and not (entry.lost or entry.ending or self._closed):
                 self._post(entry, _EXPELLED + cause.encode()[:_LONGEST_CAUSE])
 
-    def _join(self, frames: list[zmq.Frame]) -> None:
+    def _join(self, routing_id: bytes, frame: zmq.Frame) -> None:
         """Answer a stage of another host that wants to know its epoch."""
-        fd = int(frames[1].get(zmq.SRCFD))
+        fd = int(frame.get(zmq.SRCFD))
         if fd in self._open:
             self._joining.add(fd)
         else:
             with contextlib.suppress(ValueError):
                 self._ended_unread.remove(fd)
         try:
-            request = msgspec.json.decode(frames[1].bytes[len(JOIN) :], type=JoinRequest)
+            request = msgspec.json.decode(frame.bytes[len(JOIN) :], type=JoinRequest)
         except msgspec.MsgspecError:
             self._dropped["unknown", "malformed"] += 1
             return
-        reply = self._reply(request, user_of(frames[1]))
+        reply = self._reply(request, user_of(frame))
         with contextlib.suppress(zmq.ZMQError):  # it has gone again
-            self._wire.socket.send_multipart((frames[0].bytes, msgspec.json.encode(reply)), zmq.NOBLOCK)
+            self._wire.socket.send_multipart((routing_id, msgspec.json.encode(reply)), zmq.NOBLOCK)
 
     def _reply(self, request: JoinRequest, user: str) -> JoinReply:
         name = request.name
@@ -484,36 +493,43 @@ class ZmqCoordinatorChannels:
             )
         return JoinReply(ticket=self.ticket(entry.peer))
 
-    # -- one frame -----------------------------------------------------------------------------------------------------
+    # -- one message: a routing id and one frame -----------------------------------------------------------------------
 
-    def _handle(self, frames: list[zmq.Frame], events: list[ChannelEvent]) -> None:
-        entry = self._by_routing_id.get(frames[0].bytes)
+    def _handle(
+        self, routing_id: bytes, entry: _Peer | None, frames: list[zmq.Frame], events: list[ChannelEvent]
+    ) -> None:
+        """From a connection that is not known yet, or from another host: who is it?"""
         if self._listen is not None:
-            if entry is None and len(frames) == 2 and frames[1].bytes.startswith(JOIN):
-                self._join(frames)
+            if entry is None and len(frames) == 1 and frames[0].bytes.startswith(JOIN):
+                self._join(routing_id, frames[0])
                 return
             if entry is not None and user_of(frames[-1]) != entry.peer.name:
                 # it holds a key, but another's: what the key proves counts, not what a stage calls itself
                 self._dropped["unknown", "unknown-peer"] += 1
                 return
         if entry is None:
-            self._dropped["unknown", self._why_unknown(frames[0].bytes)] += 1
+            self._dropped["unknown", self._why_unknown(routing_id)] += 1
             return
-        if entry.lost:
-            self._dropped["unknown", "lost"] += 1
-            return
-        if len(frames) != 2:
-            self._dropped["unknown", "malformed"] += 1
-            return
-        data = frames[1].bytes
-        if not entry.connected:
-            self._connect(entry, int(frames[1].get(zmq.SRCFD)))
+        if len(frames) == 1 and not entry.connected and not entry.lost:
+            data = frames[0].bytes
+            self._connect(entry, int(frames[0].get(zmq.SRCFD)))
             if data.startswith(_GREETING_PREFIX):
                 if data != _GREETING:
                     theirs, ours = data[:32].decode(errors="replace"), _GREETING.decode()
                     reason = f"the stage speaks {theirs}, the coordinator {ours}: run one release everywhere"
                     self._lose(entry, reason, events)
                 return
+        self._take(entry, [frame.bytes for frame in frames], events)
+
+    def _take(self, entry: _Peer, frames: list[bytes], events: list[ChannelEvent]) -> None:
+        """From a peer."""
+        if entry.lost:
+            self._dropped["unknown", "lost"] += 1
+            return
+        if len(frames) != 1:
+            self._dropped["unknown", "malformed"] += 1
+            return
+        data = frames[0]
         if self._listen is not None and data.startswith(_LEFT):
             with contextlib.suppress(ValueError):
                 entry.left = int(data[len(_LEFT) :])

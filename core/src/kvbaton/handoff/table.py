@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 
-class SourcePhase(enum.Enum):
+class _Phase(enum.Enum):
+    """Members are compared, and so hashed, by identity: every change of phase is looked up in a table of legal ones,
+    and ``Enum``'s own hash is a function in Python."""
+
+    __hash__ = object.__hash__
+
+
+class SourcePhase(_Phase):
     """Of a transfer at P.  No record: unknown or retired."""
 
     PREFILLING = "PREFILLING"
@@ -27,7 +34,7 @@ class SourcePhase(enum.Enum):
     DRAINING = "DRAINING"
 
 
-class DestinationPhase(enum.Enum):
+class DestinationPhase(_Phase):
     """Of a transfer at D.  A record exists exactly while D holds memory for it, or has asked its engine to."""
 
     RESERVING = "RESERVING"
@@ -39,7 +46,7 @@ class DestinationPhase(enum.Enum):
     CLOSING = "CLOSING"
 
 
-class CoordinatorPhase(enum.Enum):
+class CoordinatorPhase(_Phase):
     """Of a request (WAITING) or of one of its generations at C.  Forgotten when ENDED and neither credit is out."""
 
     WAITING = "WAITING"

@@ -138,7 +138,9 @@ class DecodeStage(Stage):
                 raise TypeError(f"a destination machine has no effect {effect!r}")
 
     def _progress(self) -> bool:
-        busy = self._expire_receipts()
+        busy = bool(self._incomplete) and self._expire_receipts()
+        if not self._revoking:
+            return busy
         waiting = tuple(self._revoking)
         for transfer in waiting:
             self._revoke(transfer)

@@ -10,23 +10,27 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvbaton.connector import DeviceEvent
 from kvbaton.engine import Admission, ComputedRange, StageEngine, StepOutput
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Reservation
 
+
+class _Word(msgspec.Struct, frozen=True, gc=False):
+    """What one of the two threads says to the other; immutable, and cheap to make: a hand-off takes some twenty."""
+
+
 # -- commands: pump -> engine ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(_Word, frozen=True, gc=False):
     admission: Admission
 
 
-@dataclass(frozen=True, slots=True)
-class Import:
+class Import(_Word, frozen=True, gc=False):
     """``begin(transfer)`` is asked right before: the transfer may have ended since (C1.3)."""
 
     transfer: TransferId
@@ -34,36 +38,30 @@ class Import:
     begin: Callable[[TransferId], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Suspend:
+class Suspend(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseCompute:
+class ReleaseCompute(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(_Word, frozen=True, gc=False):
     """Run ``question`` on the engine thread and report its answer: statistics, balance checks."""
 
     question: Callable[[StageEngine], object]
     answer: Callable[[object], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Nudge:
+class Nudge(_Word, frozen=True, gc=False):
     """Back-pressure has eased: ask the engine again whether it has work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Quit:
+class Quit(_Word, frozen=True, gc=False):
     """Leave the loop; the engine is closed by whoever opened it."""
 
 
@@ -72,63 +70,53 @@ Command = Admit | Import | Suspend | ReleaseCompute | Release | Query | Nudge | 
 # -- reports: engine -> pump -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(_Word, frozen=True, gc=False):
     range: ComputedRange
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
+class Reserved(_Word, frozen=True, gc=False):
     reservation: Reservation
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(_Word, frozen=True, gc=False):
     transfer: TransferId
     reason: str
     retry: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
+class Imported(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class Activated:
+class Activated(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class Produced:
+class Produced(_Word, frozen=True, gc=False):
     outputs: tuple[StepOutput, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Suspended:
+class Suspended(_Word, frozen=True, gc=False):
     """Nothing more is computed for it; ``quiet`` completes with the last device work (None: quiet already)."""
 
     transfer: TransferId
     quiet: DeviceEvent | None
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(_Word, frozen=True, gc=False):
     """The engine holds nothing of it any more."""
 
     transfer: TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class CommandFailed:
+class CommandFailed(_Word, frozen=True, gc=False):
     """A command about one transfer raised; the engine goes on."""
 
     transfer: TransferId
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
+class EngineFailed(_Word, frozen=True, gc=False):
     """A step raised, which engines promise not to do: the stage must not go on."""
 
     error: BaseException
@@ -220,19 +208,18 @@ class EngineLoop:
 
     def _drain(self) -> bool:
         """Carry out what waits; block for the first command when the engine is idle.  False on Quit."""
-        wait = not self._has_work()
-        while True:
+        inbox = self._inbox
+        wait = inbox.empty() and not self._has_work()
+        while wait or not inbox.empty():
             self._since = None
-            try:
-                command = self._inbox.get(block=wait)
-            except queue.Empty:
-                self._since = self._clock()  # a step comes next
-                return True
+            command = inbox.get()
             self._since = self._clock()
             if isinstance(command, Quit):
                 return False
             self._carry_out(command)
             wait = False
+        self._since = self._clock()  # a step comes next
+        return True
 
     def _has_work(self) -> bool:
         if self._broken:

@@ -13,7 +13,7 @@ from kvbaton.engine import ComputedRange
 from kvbaton.geometry import KVGeometry, KVMap, ready_range
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.reservation import Reservation, Tables
-from kvbaton.segments import Segments, coalesce, split
+from kvbaton.segments import Segments, coalesce, joined, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,9 @@ class ChunkLimits:
 class _Plan:
     map: KVMap
     peer: PeerId
-    reservation: Reservation
     targets: Tables
+    #: Where the final payload goes.
+    payload: Segments
     sent: int
     sequence: int = 0
     #: Totals so far, for the Commit message.
@@ -46,18 +47,14 @@ class ChunkPlanner:
         self._geometry = geometry
         self._limits = limits
         self._maps: dict[PeerId, KVMap] = {}
-        #: Of each peer's cache onto itself: what is asked of its tables alone.
-        self._targets: dict[PeerId, KVMap] = {}
         self._plans: dict[TransferId, _Plan] = {}
 
     def peer_up(self, peer: PeerId, geometry: KVGeometry) -> None:
         """``peer`` holds its KV in ``geometry``, which was found compatible."""
         self._maps[peer] = KVMap(self._geometry, geometry)
-        self._targets[peer] = KVMap(geometry, geometry)
 
     def peer_down(self, peer: PeerId) -> None:
         self._maps.pop(peer, None)
-        self._targets.pop(peer, None)
 
     def knows(self, peer: PeerId) -> bool:
         return peer in self._maps
@@ -69,11 +66,11 @@ class ChunkPlanner:
         which ``peer`` does not have, or that name a block twice.  Later ranges are planned one by one, so only here can
         it be seen that two of them would write the same bytes (C3.2).
         """
-        tables, valid = reservation.arrays(), reservation.valid
+        tables, valid, onto = reservation.arrays(), reservation.valid, self._maps[peer]
         if valid < tokens:
-            self._targets[peer].plan(tables, tables, valid, tokens)
-        self._maps[peer].destination.final_segment(reservation.final_slot)
-        self._plans[transfer] = _Plan(self._maps[peer], peer, reservation, tables, valid)
+            onto.check_destination(tables, valid, tokens)
+        payload = onto.destination.final_segment(reservation.final_slot)
+        self._plans[transfer] = _Plan(onto, peer, tables, payload, valid)
 
     def plan(self, computed: ComputedRange) -> list[Chunk]:
         """The chunks of one reported range, in sequence; empty where the range only extends an unfinished block.
@@ -89,13 +86,13 @@ class ChunkPlanner:
             return []
         start, end = ready_range(plan.sent, computed.end, self._geometry.block_tokens, computed.last)
         if end > start:
-            source, target = plan.map.plan(computed.tables, plan.targets, start, end)
+            planned = plan.map.plan(computed.tables, plan.targets, start, end)
         else:
-            source, target = Segments.empty(), Segments.empty()
+            planned = Segments.empty(), Segments.empty()
         if computed.last:
-            source = source.concat(self._geometry.final_segment(computed.final_slot))
-            target = target.concat(plan.map.destination.final_segment(plan.reservation.final_slot))
-            source, target = coalesce(source, target)
+            payload = self._geometry.final_segment(computed.final_slot), plan.payload
+            planned = coalesce(*joined(planned, payload))
+        source, target = planned
         limits = self._limits
         batches = split(source, target, limits.max_bytes, limits.max_segments, alignment=limits.alignment)
         if computed.last and not batches:

@@ -2,8 +2,10 @@
 
 Completions must never wait for a model step, so the pump is independent of ``engine.step()``.  It shares the
 interpreter with the engine thread, so it must not spin either: a spinning pump slowed a launch-bound engine 4.4
-times, a half-millisecond pause at most 1.3 times.  Hence: after a pass that did something, another pass at once;
-after one that did not, a pause that doubles from ``idle_min`` to ``idle_max``; to ten times as much where polling is
+times, a half-millisecond pause at most 1.3 times.  Hence: after a pass that moved bytes, another pass at once; after
+one that only dealt with words of others, a pause of ``idle_min``, which further words cut short (a pass that finds
+nothing keeps the interpreter from the engine that was just told something); after one that did nothing, a pause that
+doubles from ``idle_min`` to ``idle_max``; to ten times as much where polling is
 owed to a peer and nobody here waits for what it finds (a request decodes whose bytes have all come: polling for it at
 ``idle_max`` took 5.6 % of a core); with nothing live, sleep until the channel or the engine has something.
 """
@@ -25,6 +27,10 @@ class Pumped(Protocol):
 
     def advance(self) -> bool:
         """One bounded pass; whether anything happened."""
+
+    @property
+    def flowing(self) -> bool:
+        """Whether the last pass moved something through the transport, so that there may be more to move."""
 
     @property
     def live(self) -> bool:
@@ -77,7 +83,9 @@ class Pump:
                     return
                 if busy:
                     pause = self._idle_min
-                elif pumped.live:
+                if pumped.flowing:
+                    continue
+                if pumped.live:
                     longest = self._idle_max if pumped.urgent else self._idle_max * RELAXED
                     pumped.wait(min(pause, longest))
                     pause = min(pause * 2, longest)

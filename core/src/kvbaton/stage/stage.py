@@ -86,6 +86,8 @@ class Stage(ABC):
         self._reports: deque[loop.Report | _Answered] = deque()
         #: Seconds that the engine's thread has been in one step or command; set where the two are joined.
         self.engine_age: Callable[[], float] = lambda: 0.0
+        #: The last pass submitted something, or heard from the transport.
+        self.flowing = False
         #: Effects that are still to be carried out, and whether that is being done.
         self._line: deque[fx.Effect] = deque()
         self._carrying_out = False
@@ -122,15 +124,17 @@ class Stage(ABC):
         while self._reports:
             busy = True
             self._on_report(self._reports.popleft())
-        busy = self._check_quiet() or busy
+        if self._quiet:
+            busy = self._check_quiet() or busy
         busy = self._profiles.expire() or busy
-        busy = self._progress() or busy
+        flowing = self._progress()
         progress = self.guard.poll()
         if progress:
-            busy = True
+            flowing = True
             self._on_progress(progress)
+        self.flowing = flowing
         self._end_if_done()
-        return busy
+        return busy or flowing
 
     @property
     def live(self) -> bool:
@@ -328,6 +332,8 @@ class Stage(ABC):
         match effect:
             case fx.Send(message):
                 self._send(message)
+            case fx.Milestone(transfer, name):
+                self._mark(transfer, name)
             case fx.Suspend(transfer):
                 if self._engine_broken:
                     self._run(self._on_suspended(transfer))
@@ -340,8 +346,6 @@ class Stage(ABC):
             case fx.DisconnectPeer(peer):
                 self.guard.fenced(peer)
                 self.guard.disconnect(peer)
-            case fx.Milestone(transfer, name):
-                self._mark(transfer, name)
             case fx.Fault(transfer, cause, retained):
                 self._counts["faults"] += 1
                 # the coordinator hears of it, and the caller from there

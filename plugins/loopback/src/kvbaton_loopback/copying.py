@@ -22,6 +22,8 @@ from kvbaton.segments import Segments
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
+#: Up to so many segments, finding out how best to copy them takes longer than copying them one by one.
+_FEW = 8
 #: Up to here a batch of segments goes through the buffer.
 _SHORT = 8 << 10
 #: From here a copy takes much longer than giving up the GIL for it.
@@ -38,7 +40,9 @@ def copy_segments(
     ``sources`` and ``targets`` map region ids to the regions' bytes.  The lists are equally long, lengths agree,
     everything is within its region (the guard has seen to it), and no target overlaps another target or any source.
     """
-    if not len(source):
+    if len(source) <= _FEW:
+        for (region, first, length), (into, start, _) in zip(source.triples(), target.triples(), strict=True):
+            targets[into][start : start + length] = sources[region][first : first + length]
         return
     pair = source.region.astype(np.int64) << 32 | target.region.astype(np.int64)
     if (pair == pair[0]).all():
