@@ -546,7 +546,11 @@ class _Runs:
 
     def of_tokens(self, ids: Offsets, start: int, end: int) -> tuple[Segments, Segments]:
         """Every run's tokens ``[start, end)`` in one block of its plane; ids: shape ``[2, planes]``."""
-        offsets = self.base + self.stride * ids[:, self.plane] + self.token_bytes * start
+        offsets = ids.take(self.plane, axis=1)
+        offsets *= self.stride
+        offsets += self.base
+        if start:
+            offsets += self.token_bytes * start
         return _pair(self.region, offsets, self.token_bytes * (end - start) + self.fixed_bytes)
 
 

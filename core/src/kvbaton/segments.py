@@ -250,13 +250,16 @@ def joined(*pairs: tuple[Segments, Segments]) -> tuple[Segments, Segments]:
     pairs = tuple(pair for pair in pairs if len(pair[0]))
     if len(pairs) <= 1:
         return pairs[0] if pairs else (_EMPTY, _EMPTY)
-    length = np.concatenate([source.length for source, _ in pairs])
-    length.setflags(write=False)
-    first, second = (
-        (np.concatenate([pair[side].region for pair in pairs]), np.concatenate([pair[side].offset for pair in pairs]))
-        for side in (0, 1)
+    sources, targets = zip(*pairs, strict=True)
+    length = np.concatenate([one.length for one in sources])
+    return (
+        Segments._trusted(
+            np.concatenate([one.region for one in sources]), np.concatenate([one.offset for one in sources]), length
+        ),
+        Segments._trusted(
+            np.concatenate([one.region for one in targets]), np.concatenate([one.offset for one in targets]), length
+        ),
     )
-    return Segments._trusted(*first, length), Segments._trusted(*second, length)
 
 
 def coalesce(source: Segments, target: Segments) -> tuple[Segments, Segments]:

@@ -69,6 +69,8 @@ class PrefillStage(Stage):
         self._transfers: dict[TransferId, _Transfer] = {}
         self._waiting: set[TransferId] = set()  # have unfinished device events
         self._lanes: dict[PeerId, _Lane] = {}
+        #: Not said yet: of several in one pass the last says it all.
+        self._progressed: dict[TransferId, messages.Progress] = {}
 
     def can_schedule(self, transfer: TransferId, tokens: int) -> bool:
         """Advisory; reads a snapshot, from the engine thread."""
@@ -175,7 +177,22 @@ class PrefillStage(Stage):
             if effects:
                 busy = True
                 self._run(effects)
-        return self._submit_ready() or busy
+        busy = self._submit_ready() or busy
+        self._say_progress()
+        return busy
+
+    def _send(self, message: messages.Message) -> None:
+        """A word of progress can wait until what was computed is submitted, but is never overtaken."""
+        if isinstance(message, messages.Progress):
+            self._progressed[message.transfer] = message
+            return
+        self._say_progress()
+        super()._send(message)
+
+    def _say_progress(self) -> None:
+        while self._progressed:
+            _, message = self._progressed.popitem()
+            super()._send(message)
 
     def _submit_ready(self) -> bool:
         """Offer ready chunks, one per peer in turn, until nobody's is taken."""
