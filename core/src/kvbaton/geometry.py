@@ -340,21 +340,15 @@ class KVMap:
         blocks = self._blocks_of(start, end, source_tables, destination_tables)
         if start == end:
             return Segments.empty(), Segments.empty()
-        ids = np.empty((2, len(self.source.planes), len(blocks)), dtype=np.int64)
-        self._take_ids(1, destination_tables, blocks, ids[1])
-        self._take_ids(0, source_tables, blocks, ids[0])
-        self._require_distinct(ids[1])
-        return self._planned(ids, start, end)
+        return self._planned(self._ids((source_tables, destination_tables), blocks), start, end)
 
     def check_destination(self, tables: Sequence[Table], start: int, end: int) -> None:
         """Raise what :meth:`plan` of tokens ``[start, end)`` would raise for the destination's tables alone."""
         blocks = self._blocks_of(start, end, tables, tables)
         if start < end:
-            ids = np.empty((len(self.source.planes), len(blocks)), dtype=np.int64)
-            self._take_ids(1, tables, blocks, ids)
-            self._require_distinct(ids)
+            ids = self._ids((tables,), blocks)
             if self._entangled:
-                self._planned(np.stack((ids, ids)), start, end)
+                self._planned(np.concatenate((ids, ids)), start, end)
 
     def _blocks_of(
         self, start: int, end: int, source_tables: Sequence[Table], destination_tables: Sequence[Table]
@@ -426,28 +420,36 @@ class KVMap:
             return coalesce(source, target)
         return source, target
 
-    def _take_ids(self, side: int, tables: Sequence[Table], blocks: range, ids: Offsets) -> None:
-        """Fill ``ids`` (shape ``[planes, blocks]``) with those entries of each plane's table, checked to exist
-        (C3.6)."""
-        for plane, given in enumerate(tables):
-            table = np.asarray(given)
-            if table.ndim != 1 or len(table) < blocks.stop or table.dtype.kind not in "iu":
-                name = self.source.planes[plane].name
-                raise SegmentError(
-                    f"C3.6: the {_SIDES[side]} table of plane {name} is {table.dtype}{list(table.shape)}:"
-                    f" {blocks.stop} integer block ids are needed",
-                    plane=name,
-                )
-            ids[plane] = table[blocks.start : blocks.stop]
-        wrong = ids.view(np.uint64) >= self._blocks[side]  # negative ones are huge
+    def _ids(self, sides: Sequence[Sequence[Table]], blocks: range) -> Offsets:
+        """Those entries of each plane's table, checked: shape ``[sides, planes, blocks]``.
+
+        ``sides``: the tables of both, or the destination's alone.
+        """
+        names, limits = _SIDES[-len(sides) :], self._blocks[-len(sides) :]
+        ids = np.empty((len(sides), len(self.source.planes), len(blocks)), dtype=np.int64)
+        for side, tables in reversed(tuple(enumerate(sides))):
+            for plane, given in enumerate(tables):
+                table = np.asarray(given)
+                if table.ndim != 1 or len(table) < blocks.stop or table.dtype.kind not in "iu":
+                    name = self.source.planes[plane].name
+                    raise SegmentError(
+                        f"C3.6: the {names[side]} table of plane {name} is {table.dtype}{list(table.shape)}:"
+                        f" {blocks.stop} integer block ids are needed",
+                        plane=name,
+                    )
+                ids[side, plane] = table[blocks.start : blocks.stop]
+        wrong = ids.view(np.uint64) >= limits  # negative ones are huge
         if wrong.any():
-            plane, at = (int(index[0]) for index in np.nonzero(wrong))
-            name, bad = self.source.planes[plane].name, int(ids[plane, at])
+            side = len(sides) - 1 if wrong[-1].any() else 0
+            plane, at = (int(index[0]) for index in np.nonzero(wrong[side]))
+            name, bad = self.source.planes[plane].name, int(ids[side, plane, at])
             raise SegmentError(
-                f"C3.6: block {bad} in the {_SIDES[side]} table of plane {name}: there are"
-                f" {int(self._blocks[side, plane, 0])}",
+                f"C3.6: block {bad} in the {names[side]} table of plane {name}: there are"
+                f" {int(limits[side, plane, 0])}",
                 plane=name, block=bad,
             )  # fmt: skip
+        self._require_distinct(ids[-1])
+        return ids
 
     def _require_distinct(self, ids: Offsets) -> None:
         """No block of the destination is named twice, by one plane or by planes that share storage (C3.2)."""
