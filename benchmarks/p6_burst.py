@@ -53,6 +53,7 @@ class Pumped:
     """What either stage does on its pump thread, without the rest of a stage."""
 
     urgent = True
+    flowing = False
 
     def __init__(self, guard: GuardedConnector, peer: PeerId | None = None) -> None:
         self.ended = False
@@ -98,7 +99,8 @@ class Pumped:
             if not self._left:
                 self.finished = now
                 self.over.set()
-        return busy or bool(progress)
+        self.flowing = busy or bool(progress)
+        return self.flowing
 
     def wait(self, timeout: float) -> None:
         if self.live:
