@@ -57,7 +57,7 @@ def scripted(scenario: Scenario) -> Engines:
     return ScriptedEngines(scenario)
 
 
-def reference(scenario: Scenario) -> Engines:  # noqa: ARG001
+def reference(scenario: Scenario) -> Engines:
     return ReferenceEngines()
 
 
