@@ -413,6 +413,8 @@ class World:
         self._unproven: set[PeerId] = set()
         #: Words about transfers that were heard, by stage and direction, for replays.
         self._history: dict[tuple[str, bool], deque[messages.Message]] = {}
+        #: When each stage last had something under way.
+        self._under_way: dict[PeerId, float] = {}
         self._echoed = 0
         #: The coordinator has given a stage or a connection up, having started stages again in vain.
         self._given_up = False
@@ -668,6 +670,7 @@ class World:
 
     def _do_time(self, seconds: float) -> bool:
         self.now += seconds
+        self._under_way.update((flight.source.peer, self.now) for flight in self.wire.flights)
         if any(link is Link.CONNECTING for _, _, link in self.links()):
             self._connecting += seconds  # a slow handshake passes its deadline, and a pair is lost with it
             self.excused = self.excused or self._connecting > 8
@@ -1008,10 +1011,10 @@ class World:
                     pass
 
     def _idle_for_long(self, peer: PeerId) -> bool:
-        """Faults have stopped for longer than a transfer may drain, and all that this stage has sent is over."""
-        long = self.fair_since is not None and self.now > self.fair_since + 80
-        under_way = any(flight.source.peer == peer for flight in self.wire.flights)
-        return long and not under_way and peer not in self._unproven
+        """Faults have stopped, and all that this stage has sent was over long before its time to drain was."""
+        if self.fair_since is None or peer in self._unproven:
+            return False
+        return self.now > max(self._under_way.get(peer, 0.0), self.fair_since) + 40
 
     def _told(self, asked: Asked, transfer: TransferId | None, event: Any) -> None:
         if transfer is not None and transfer in self._owner and self._owner[transfer] is not asked:
