@@ -143,6 +143,21 @@ def test_what_others_make_is_no_growth(names):
             path.unlink()
 
 
+@pytest.mark.clause("T12")
+def test_what_is_held_while_another_is_watched_is_no_growth():
+    """Watches of both ends at once, in a process with many descriptors, as UCX and CUDA have them."""
+    with Path(os.devnull).open() as nothing:
+        many = [os.dup(nothing.fileno()) for _ in range(300)]
+        try:
+            first = Growth()
+            second = Growth()
+            assert not first.per(200)
+            assert not second.per(200)
+        finally:
+            for descriptor in many:
+                os.close(descriptor)
+
+
 @pytest.mark.clause("T10")
 def test_a_forked_process_begins_a_run_of_its_own(names):
     """As the trials of mutants do: what one leaves is not what the next one has left."""

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,23 +42,26 @@ def disown(*, descriptor: int | None = None, process: int | None = None) -> None
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process held at one moment."""
+    """What this process held at one moment.
 
-    threads: frozenset[tuple[int, str]]
-    native: frozenset[tuple[int, str]]
-    descriptors: frozenset[tuple[int, str]]
+    A line each, a number and a name: one object, however many there are, since what is held while something else is
+    counted must not count (T12).
+    """
+
+    threads: str
+    native: str
+    descriptors: str
     children: frozenset[int]
-    #: All of the machine's, a line each: one object, however many there are, since what is held while something else
-    #: is counted must not count (T12).
+    #: All of the machine's.
     shared_memory: str
 
     def beyond(self, before: Holdings) -> list[str]:
         """What is here and was not in ``before``, in words."""
-        python = {name for _, name in self.threads - before.threads}
+        python = {name for _, name in _new(self.threads, before.threads)}
         found = [f"thread {name!r}" for name in sorted(python)]
         if not python:
-            found += [f"native thread {name!r}" for _, name in sorted(self.native - before.native)]
-        found += [f"descriptor {fd} ({target})" for fd, target in sorted(self.descriptors - before.descriptors)]
+            found += [f"native thread {name!r}" for _, name in sorted(_new(self.native, before.native))]
+        found += [f"descriptor {fd} ({target})" for fd, target in sorted(_new(self.descriptors, before.descriptors))]
         found += [f"child process {pid} ({_command(pid)})" for pid in sorted(self.children - before.children)]
         new = set(self.shared_memory.splitlines()) - set(before.shared_memory.splitlines())
         return found + [f"shared-memory object {name}" for name in shared_memory.of_this_run(new, _own_processes)]
@@ -71,12 +74,23 @@ def holdings() -> Holdings:
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith(OWN_THREADS)]
     own_native = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(OWN_THREADS)}
     return Holdings(
-        frozenset((thread.ident or 0, thread.name) for thread in threads),
-        frozenset((tid, name) for tid, name in _native() if tid not in own_native),
-        frozenset(_descriptors()),
+        _lines((thread.ident or 0, thread.name) for thread in threads),
+        _lines((tid, name) for tid, name in _native() if tid not in own_native),
+        _lines(_descriptors()),
         frozenset(pid for pid in shared_memory.children("self") if pid not in _own_processes),
         objects,
     )
+
+
+def _lines(rows: Iterable[tuple[int, str]]) -> str:
+    return "\n".join(f"{number} {name}" for number, name in rows)
+
+
+def _new(after: str, before: str) -> Iterator[tuple[int, str]]:
+    for line in set(after.split("\n")) - set(before.split("\n")):
+        number, _, name = line.partition(" ")
+        if number:
+            yield int(number), name
 
 
 def left_behind(before: Holdings) -> list[str]:
