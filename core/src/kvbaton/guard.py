@@ -779,8 +779,6 @@ class GuardedConnector:
                 f" bytes on either side are quarantined until it completes or {flight.peer.id} is fenced.",
                 peer=flight.peer.id, transfer=flight.transfer, sequence=flight.sequence, retained=flight.nbytes,
             ))  # fmt: skip
-        if not any(peer.deadline <= now for peer in self._peers.values()):
-            return
         for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:
             connecting = peer.state is PeerState.CONNECTING
             verb = "connect to" if connecting else "disconnect from"
