@@ -190,11 +190,12 @@ class MessageError(KvbatonError):
 
 
 class TransferFailed(KvbatonError):
-    """One transfer failed (C6.3).  Facts: ``transfer``, ``request``, ``cause``, ``retained``."""
+    """One transfer failed (C6.3).  Facts: ``transfer``, ``request``, ``cause``, ``retained``, and ``stage``, with which
+    the cause lies, or None."""
 
 
 class RequestCancelled(KvbatonError):
-    """A request was aborted, or ended with its runtime.  Facts: ``request``."""
+    """A request was aborted, or ended with its runtime.  Facts: ``request``, ``cause``."""
 
 
 class RequestRefused(KvbatonError):

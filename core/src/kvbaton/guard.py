@@ -55,6 +55,7 @@ from kvbaton.connector import (
     TransferConnector,
     region_lengths,
 )
+from kvbaton.durations import Durations
 from kvbaton.errors import (
     CapabilityError,
     ConnectError,
@@ -135,6 +136,8 @@ class GuardedConnector:
         self._chunk_deadline = chunk_deadline
         self._clock = clock
         self._owner: threading.Thread | None = None
+        #: From a chunk's submission until the plugin said that it is done.
+        self.chunk_seconds = Durations()
         self._closed = False
         self._allocated: set[tuple[int, int, int]] = set()
         self._regions: tuple[MemoryRegion, ...] | None = None
@@ -818,6 +821,8 @@ class GuardedConnector:
             self._prove(flight, Outcome.FAILED, False, False, completion.error)
         else:
             flight.completed = True
+            if completion.outcome is Outcome.DONE:
+                self.chunk_seconds.add(self._clock() - flight.deadline + self._chunk_deadline)
             fenced = flight.peer.fenced
             source, target = completion.source_quiet or fenced, completion.target_quiet or fenced
             self._prove(flight, completion.outcome, source, target, completion.error)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
 import uuid
 from collections import deque
@@ -20,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvbaton.connector import ConnectorPlugin
 from kvbaton.engine import ColocatedEngine, Request, Role, StepOutput, Tokenizer
@@ -32,6 +33,9 @@ from kvbaton.profiling import Profiling
 from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.service import Service
 from kvbaton.settings import Settings
+
+if TYPE_CHECKING:
+    from kvbaton.observe.metrics import Listening, Metrics
 
 __all__ = ["PDRuntime", "RequestOutput", "RequestRecord", "StageState", "run_colocated"]
 
@@ -56,6 +60,7 @@ class PDRuntime:
         self._news = threading.Condition(self._lock)
         #: Live requests, with the stream that takes their outputs (None: ``step`` does).
         self._live: dict[RequestKey, Sink | None] = {}
+        self._listening: Listening | None = None
         service.deliver = self._deliver
 
     @classmethod
@@ -75,10 +80,26 @@ class PDRuntime:
         """
         engine, options = choose_engine(settings.engine)
         engine.check(settings.model, options)
-        observers = Hooks(hooks)
+        observed = _metrics(settings, hooks)
+        own = [metrics for metrics in observed if metrics not in hooks]
+        observers = Hooks([*hooks, *own])
         observers.add_installed()
-        service = Service.start(settings, observers, progress or (lambda text: None), connector)
-        return cls(service, lambda: engine.tokenizer(settings.model, options))
+        say = progress or (lambda text: None)
+        listening = None
+        try:
+            if settings.metrics.listen is not None:
+                listening = observed[0].listen(settings.metrics.listen)
+                say(f"metrics at {listening.url}")
+            service = Service.start(settings, observers, say, connector)
+        except BaseException:
+            if listening is not None:
+                listening.close()
+            raise
+        runtime = cls(service, lambda: engine.tokenizer(settings.model, options))
+        runtime._listening = listening
+        for metrics in observed:
+            metrics.watch(runtime)
+        return runtime
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -92,6 +113,16 @@ class PDRuntime:
     def stages(self) -> tuple[str, ...]:
         """The names of the stages."""
         return self._service.stages
+
+    @property
+    def settings(self) -> Settings:
+        """What it runs with; ``transport.name`` is the one that was chosen."""
+        return self._service.settings
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where the metrics are, if ``metrics.listen`` is set."""
+        return None if self._listening is None else self._listening.url
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +272,11 @@ class PDRuntime:
         Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered; everything is over
         nevertheless.
         """
-        self._service.close()
+        try:
+            self._service.close()
+        finally:
+            if self._listening is not None:
+                self._listening.close()
 
     def __enter__(self) -> PDRuntime:
         return self
@@ -285,6 +320,17 @@ class PDRuntime:
             else:
                 self._pending.append(output)
                 self._news.notify_all()
+
+
+def _metrics(settings: Settings, hooks: Sequence[object]) -> list[Metrics]:
+    """The observers among ``hooks`` that are metrics, or one of our own where it is to be served and there is none."""
+    loaded = sys.modules.get("kvbaton.observe.metrics")  # nobody has metrics who has not imported them
+    found = [] if loaded is None else [hook for hook in hooks if isinstance(hook, loaded.Metrics)]
+    if found or settings.metrics.listen is None:
+        return found
+    from kvbaton.observe.metrics import Metrics
+
+    return [Metrics()]
 
 
 def _generation(outputs: list[RequestOutput], live: bool) -> list[RequestOutput]:

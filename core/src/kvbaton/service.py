@@ -33,9 +33,11 @@ from kvbaton.connector import ConnectorPlugin
 from kvbaton.control import ChannelLost, CoordinatorChannels, Received
 from kvbaton.engine import Request, Role
 from kvbaton.errors import (
+    DuplicateRequest,
     KvbatonError,
     LocalProtocolError,
     MessageError,
+    PromptTooLong,
     ProtocolViolation,
     RequestCancelled,
     RequestRefused,
@@ -46,7 +48,7 @@ from kvbaton.errors import (
 )
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.coordinator import Coordinator, Deadlines, Limits, Pair, least_loaded
-from kvbaton.handoff.table import Milestones
+from kvbaton.handoff.table import Milestones, PeerStatus
 from kvbaton.hooks import Hooks, StageLoad
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.launch import Launcher, StageHandle, StageSpec
@@ -205,7 +207,8 @@ class Service:
         self._closing = False
         self._give_up_at = math.inf
         self._over = threading.Event()
-        self._lock = threading.Lock()  # guards "commands are still taken"
+        self._lock = threading.Lock()  # guards "commands are still taken", and the count of refusals
+        self._refused: Counter[str] = Counter()
         self._accepting = True
         self._thread = threading.Thread(target=self._run, name="kvbaton-coordinator", daemon=True)
 
@@ -290,6 +293,11 @@ class Service:
             self._abandon()
             raise
 
+    @property
+    def settings(self) -> Settings:
+        """What it runs with; ``transport.name`` is the one that was chosen."""
+        return self._settings
+
     # -- for the runtime, from any thread ----------------------------------------------------------------------------
 
     def call(self, action: Callable[[], T]) -> T:
@@ -314,6 +322,14 @@ class Service:
 
     def add(self, key: RequestKey, request: Request, deadline: float | None, accepted: Callable[[], None]) -> None:
         """Take a request; ``accepted`` runs once it was taken and before anything is delivered for it."""
+        try:
+            self._add(key, request, deadline, accepted)
+        except (RequestRefused, RuntimeClosed) as error:
+            with self._lock:
+                self._refused[_refusal(error)] += 1
+            raise
+
+    def _add(self, key: RequestKey, request: Request, deadline: float | None, accepted: Callable[[], None]) -> None:
         if deadline is not None and not (isinstance(deadline, int | float) and 0 <= deadline < math.inf):
             raise RequestRefused(
                 f"request {key}: deadline is {deadline!r}; it is a number of seconds from now", request=key
@@ -983,7 +999,7 @@ class Service:
             reason = event.reason.value
         elif event.ending is fx.Ending.CANCELLED and not tracked.overdue:
             reason = "cancelled"
-            error = RequestCancelled(f"request {key}: {event.cause}", request=key)
+            error = RequestCancelled(f"request {key}: {event.cause}", request=key, cause=event.cause)
         else:
             transfer = transfer or tracked.transfer  # one that waited again is held for by its last generation
             out = self._machine.credits_out(transfer) if transfer else (False, False)
@@ -992,6 +1008,7 @@ class Service:
             error = TransferFailed(
                 f"request {key}{f', transfer {transfer}' if transfer else ''} failed{held}: {event.cause}",
                 request=key, transfer=transfer, cause=event.cause, retained=retained,
+                stage=event.peer.name if event.peer else None,
             )  # fmt: skip
             self._tell_fault(error, transfer, key, event.peer)
         if tracked.transfer is not None and self._machine.phase(tracked.transfer) is not None:
@@ -1061,13 +1078,35 @@ class Service:
                     return pair
         return least_loaded(key, request, pairs)
 
+    def _oldest(self) -> dict[str, float]:
+        """Seconds since the oldest request was added, by whether it waits or is placed, and since the end of the oldest
+        one whose memory is still to be given back.
+        """
+        now = time.monotonic()
+        waiting = running = draining = now
+        for tracked in self._tracked.values():
+            if tracked.transfer is None:
+                waiting = min(waiting, tracked.added)
+            else:
+                running = min(running, tracked.added)
+        for tracked in self._retiring.values():
+            if self._machine.phase(cast("TransferId", tracked.transfer)) is not None:
+                draining = min(draining, tracked.added + tracked.milestones.get(Milestones.FINISHED, 0.0))
+        return {"waiting": now - waiting, "running": now - running, "draining": now - draining}
+
     def _books(self) -> dict[str, Any]:
         dropped = self._channels.statistics().dropped
+        views = self._machine.peers()
+        with self._lock:
+            refused = dict(self._refused)
         return {
             "live": self._machine.live,
             "waiting": self._machine.waiting,
             "transfers": len(self._machine),
             "counts": dict(self._counts),
+            "refused": refused,
+            "oldest": self._oldest(),
+            "unfenced": sum(view.status is PeerStatus.LOST for view in views),
             "dropped": {f"{family}_{reason}": count for (family, reason), count in dropped.items()},
             "routing": {} if self._policy is None else dict(self._policy.statistics()),
             "credits": {
@@ -1080,9 +1119,22 @@ class Service:
                     "transfers": view.transfers,
                     "status": view.status.value,
                 }
-                for view in self._machine.peers()
+                for view in views
             },
         }  # fmt: skip
+
+
+def _refusal(error: RequestRefused | RuntimeClosed) -> str:
+    """Why a request was not taken, out of a bounded set."""
+    match error:
+        case RuntimeClosed():
+            return "closed"
+        case DuplicateRequest():
+            return "duplicate"
+        case PromptTooLong():
+            return "too_long"
+        case _:
+            return "queue_full" if error.facts.get("reason") == "too many wait" else "invalid"
 
 
 def _recovery(settings: Settings) -> Recovery:

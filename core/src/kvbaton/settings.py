@@ -304,6 +304,25 @@ class ControlSettings(_Group):
         return self
 
 
+_LISTEN = re.compile(r"(?:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])?:)?(?P<port>\d{1,5})")
+
+
+def _listen(value: str) -> str:
+    found = _LISTEN.fullmatch(value.strip())
+    if not found or int(found["port"]) > 65535:
+        raise PydanticCustomError("listen", "not an address; write HOST:PORT, such as 127.0.0.1:9400, or a port alone")
+    return f"{found['host'] or '127.0.0.1'}:{int(found['port'])}"
+
+
+class MetricsSettings(_Group):
+    """Where Prometheus finds the metrics; needs `pip install 'kvbaton[metrics]'`."""
+
+    listen: Annotated[str, AfterValidator(_listen)] | None = None
+    """Where the application serves `/metrics`: `127.0.0.1:9400`, or a port alone, which is then this host's own
+    (loopback); port 0 is any that is free. Another host's name or `0.0.0.0` shows the metrics to whoever reaches it.
+    Unset: nowhere."""
+
+
 class Settings(_Group):
     """Everything that a deployment can be told.  Made by :func:`load`."""
 
@@ -329,6 +348,8 @@ class Settings(_Group):
     """How a stage's progress thread waits."""
     control: ControlSettings = ControlSettings()
     """The channels between the coordinator and the stages."""
+    metrics: MetricsSettings = MetricsSettings()
+    """Where Prometheus finds the metrics."""
 
     @model_validator(mode="after")
     def _hosts(self) -> Settings:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvbaton.connector import DeviceEvent
+from kvbaton.durations import Durations
 from kvbaton.engine import Admission, ComputedRange, StageEngine, StepOutput
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Reservation
@@ -181,6 +182,8 @@ class EngineLoop:
         self._since: float | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._broken = False
+        #: What a step of the engine takes.
+        self.steps = Durations()
         engine.attach(_Callbacks(report, can_schedule))
 
     def post(self, command: Command) -> None:
@@ -236,11 +239,13 @@ class EngineLoop:
         self._report(EngineFailed(error))
 
     def _step(self) -> None:
+        began = self._clock()
         try:
             outputs = self._engine.step()
         except BaseException as error:  # also a SystemExit: a loop that ended unseen would leave the pump waiting
             self._break(error)
             return
+        self.steps.add(self._clock() - began)
         if outputs:
             self._report(Produced(tuple(outputs)))
 

@@ -48,6 +48,11 @@ class ChunkPlanner:
         self._limits = limits
         self._maps: dict[PeerId, KVMap] = {}
         self._plans: dict[TransferId, _Plan] = {}
+        #: Runs of memory in one block: each component's are its own, as long as nothing is coalesced.
+        self._runs = sum(len(plane.components) for plane in geometry.planes)
+        #: Runs that were planned so far, and the segments that coalescing and splitting made of them.
+        self.pieces = 0
+        self.segments = 0
 
     def peer_up(self, peer: PeerId, geometry: KVGeometry) -> None:
         """``peer`` holds its KV in ``geometry``, which was found compatible."""
@@ -97,6 +102,10 @@ class ChunkPlanner:
         batches = split(source, target, limits.max_bytes, limits.max_segments, alignment=limits.alignment)
         if computed.last and not batches:
             batches = [(Segments.empty(), Segments.empty())]
+        tokens = self._geometry.block_tokens
+        if end > start:
+            self.pieces += self._runs * (-(-end // tokens) - start // tokens)
+        self.pieces += computed.last and self._geometry.final_bytes > 0
         plan.sent = end
         plan.finished = computed.last
         chunks = []
@@ -105,6 +114,7 @@ class ChunkPlanner:
             chunks.append(Chunk(computed.transfer, plan.sequence, plan.peer, batch, goal, nbytes))
             plan.sequence += 1
             plan.segments += len(batch)
+            self.segments += len(batch)
             plan.nbytes += nbytes
         return chunks
 

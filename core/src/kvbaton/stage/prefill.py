@@ -8,7 +8,7 @@ refilled each time.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -303,6 +303,9 @@ class PrefillStage(Stage):
 
     def _settled(self) -> bool:
         return not self._exposed()
+
+    def _role_figures(self) -> Mapping[str, float]:
+        return {"planned_pieces": self._planner.pieces, "planned_segments": self._planner.segments}
 
     def _exposed(self) -> bool:
         return self.guard.outstanding() > 0

@@ -13,8 +13,11 @@ owed to a peer and nobody here waits for what it finds (a request decodes whose 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
+
+from kvbaton.durations import Durations
 
 #: How long a parked pump sleeps at most; a message or a report ends the sleep early.
 PARKED_SECONDS = 0.5
@@ -64,6 +67,9 @@ class Pump:
         self._pumped = pumped
         self._idle_min, self._idle_max = idle_min, idle_max
         self._failed = failed
+        #: What a pass takes that found something to do; and by how much longer than asked a pause was: the
+        #: interpreter, or the processor, was somebody else's.
+        self.passes, self.lags = Durations(), Durations()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -75,22 +81,31 @@ class Pump:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        pumped, pause = self._pumped, self._idle_min
+        pumped, pause, clock = self._pumped, self._idle_min, time.monotonic
+        now = clock()
         try:
             while True:
+                began = now
                 busy = pumped.advance()
                 if pumped.ended:
                     return
+                now = clock()
                 if busy:
+                    self.passes.add(now - began)
                     pause = self._idle_min
                 if pumped.flowing:
                     continue
                 if pumped.live:
                     longest = self._idle_max if pumped.urgent else self._idle_max * RELAXED
-                    pumped.wait(min(pause, longest))
+                    asked = min(pause, longest)
+                    pumped.wait(asked)
                     pause = min(pause * 2, longest)
+                    began, now = now, clock()
+                    if now - began > asked:
+                        self.lags.add(now - began - asked)
                 else:
                     pumped.wait(PARKED_SECONDS)
                     pause = self._idle_min
+                    now = clock()
         except BaseException as error:
             self._failed(error)

@@ -25,6 +25,7 @@ import msgspec
 from kvbaton import messages
 from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent, Progress
 from kvbaton.control import StageChannel
+from kvbaton.durations import Durations
 from kvbaton.engine import Role, StageEngine
 from kvbaton.errors import KvbatonError, MessageError, QuarantineFull
 from kvbaton.guard import GuardedConnector, GuardProgress
@@ -86,6 +87,8 @@ class Stage(ABC):
         self._reports: deque[loop.Report | _Answered] = deque()
         #: Seconds that the engine's thread has been in one step or command; set where the two are joined.
         self.engine_age: Callable[[], float] = lambda: 0.0
+        #: What is timed here, by name: chunks here, the engine's steps and the pump's passes where those are joined.
+        self.durations: dict[str, Durations] = {"chunk": guard.chunk_seconds}
         #: The last pass submitted something, or heard from the transport.
         self.flowing = False
         #: Effects that are still to be carried out, and whether that is being done.
@@ -219,6 +222,10 @@ class Stage(ABC):
     def _settled(self) -> bool:
         """Whether nothing of this role keeps the stage from ending."""
         return True
+
+    def _role_figures(self) -> Mapping[str, float]:
+        """What only this role counts."""
+        return {}
 
     @abstractmethod
     def _exposed(self) -> bool:
@@ -445,7 +452,8 @@ class Stage(ABC):
         figures = {
             "engine": dict(engine),
             "transport": dict(self.guard.statistics()),
-            "stage": {"transfers": len(self.machine), **self._counts, **dropped},
+            "stage": {"transfers": len(self.machine), **self._counts, **dropped, **self._role_figures()},
+            "durations": {name: times.figures() for name, times in self.durations.items()},
         }
         self._reply(call, figures)
 

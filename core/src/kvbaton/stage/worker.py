@@ -176,6 +176,7 @@ def join(
         stage, can_schedule = decode, lambda transfer, tokens: True
     loop = EngineLoop(engine, stage.report, can_schedule, clock)
     stage.engine_age = loop.age
+    stage.durations["engine_step"] = loop.steps
     return stage, loop
 
 
@@ -188,6 +189,7 @@ def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings)
         stage, name=f"kvbaton-pump-{stage.peer.name}", idle_min=settings.pump.idle_min,
         idle_max=settings.pump.idle_max, failed=stage.pump_failed,
     )  # fmt: skip
+    stage.durations |= {"pump_pass": pump.passes, "pump_lag": pump.lags}
     pump.start()
     try:
         loop.run()

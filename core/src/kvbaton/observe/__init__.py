@@ -1,0 +1,1 @@
+"""What is seen of a runtime from outside: metrics, logs, traces.  Ordinary observers (:mod:`kvbaton.hooks`)."""
