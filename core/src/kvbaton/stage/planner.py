@@ -102,10 +102,8 @@ class ChunkPlanner:
         batches = split(source, target, limits.max_bytes, limits.max_segments, alignment=limits.alignment)
         if computed.last and not batches:
             batches = [(Segments.empty(), Segments.empty())]
-        tokens = self._geometry.block_tokens
-        if end > start:
-            self.pieces += self._runs * (-(-end // tokens) - start // tokens)
-        self.pieces += computed.last and self._geometry.final_bytes > 0
+        blocks = self._geometry.blocks_for(end) - start // self._geometry.block_tokens if start < end else 0
+        self.pieces += self._runs * blocks + (computed.last and self._geometry.final_bytes > 0)
         plan.sent = end
         plan.finished = computed.last
         chunks = []
