@@ -102,7 +102,10 @@ def test_a_plan_has_every_byte_once_and_keeps_its_limits():
         target = Segments([1] * len(lengths), begin + 5000, lengths) if lengths else Segments.empty()
         chunk = Chunk(new_transfer_id(), 0, PeerId("p", 1), source, target, source.nbytes)
         limit = draw.choice([64, 1000, 10**6])
-        planned = list(plan(chunk, limit))
+        alone = draw.choice([None, 1, 400, 10**6])
+        planned = list(plan(chunk, limit, alone))
+        if alone == 1:
+            assert all(len(one.source) <= 1 for one in planned)
         assert [one.number for one in planned] == list(range(len(planned)))
         assert {one.count for one in planned} == {len(planned)}
         assert all(one.nbytes <= limit for one in planned)

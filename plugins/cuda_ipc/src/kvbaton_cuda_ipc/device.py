@@ -28,6 +28,7 @@ class DeviceSlots:
     """
 
     inline = 0
+    alone: int | None = None
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         cuda = driver.load()

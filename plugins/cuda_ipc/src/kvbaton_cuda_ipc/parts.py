@@ -101,10 +101,14 @@ class Bye:
         return bytes([_BYE])
 
 
-def plan(chunk: Chunk, part_bytes: int) -> Iterator[Outgoing]:
-    """The parts of a chunk, in order; at least one, which is empty where the chunk is."""
+def plan(chunk: Chunk, part_bytes: int, alone: int | None = None) -> Iterator[Outgoing]:
+    """The parts of a chunk, in order; at least one, which is empty where the chunk is.
+
+    Where its segments are ``alone`` bytes long or longer, on average, each is a part of its own.
+    """
     source, target = coalesce(chunk.source, chunk.target)
-    pairs = split(source, target, part_bytes, MAX_ROWS) or [(Segments.empty(), Segments.empty())]
+    rows = 1 if alone is not None and source.nbytes >= alone * len(source) else MAX_ROWS
+    pairs = split(source, target, part_bytes, rows) or [(Segments.empty(), Segments.empty())]
     for number, (reads, writes) in enumerate(pairs):
         # each side in as few runs as it has: the bytes travel in a row
         yield Outgoing(number, len(pairs), reads.nbytes, coalesce_one(reads), coalesce_one(writes))

@@ -29,6 +29,8 @@ class Mover(Protocol):
 
     #: Bytes that :meth:`scatter` takes as ``bytes``.
     inline: int
+    #: From so many bytes on a segment is better sent as it lies than gathered with others; ``None``: never.
+    alone: int | None
 
     def slot(self, nbytes: int) -> Any:
         """A new slot, for the wire and for this mover; it is freed when nobody has it."""
@@ -63,6 +65,7 @@ class HostMover:
     """
 
     inline = INLINE
+    alone: int | None = 256 << 10
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         self._regions: Mapping[int, Bytes] = {region.id: region.view() for region in regions}

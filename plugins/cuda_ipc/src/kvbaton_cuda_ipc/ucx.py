@@ -275,7 +275,7 @@ class UcxConnector(ConnectorBase):
         while link.waiting and link.window:
             flight = link.waiting[0]
             if flight.left is None:
-                flight.left = deque(parts.plan(flight.chunk, part_bytes))
+                flight.left = deque(parts.plan(flight.chunk, part_bytes, self._mover.alone))
             while flight.left and link.window:
                 part = flight.left[0]
                 body = self._mover.read(part.source) if part.nbytes <= theirs.inline else None
