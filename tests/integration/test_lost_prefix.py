@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbaton import Settings, load, messages, run_colocated
-from kvbaton.engine import Request, Role, SamplingParams, StageEngine
+from kvbaton.engine import FinishReason, Request, Role, SamplingParams, StageEngine
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.table import CoordinatorPhase
 from kvbaton.identity import PeerId, TransferId
@@ -50,7 +50,7 @@ class ReferenceEngines:
 
     def answer(self, request: Request) -> Answer:
         (record,) = run_colocated(self._settings, [request])
-        return record.token_ids, record.exit_depths, fx.FinishReason(record.finish_reason)
+        return record.token_ids, record.exit_depths, FinishReason(record.finish_reason)
 
 
 def scripted(scenario: Scenario) -> Engines:
@@ -101,8 +101,8 @@ class Play:
             for move in ("up", "closed"):
                 world.make((move, seat.peer.name, peer.name))
         for flight in tuple(world.wire.flights) if wire else ():
-            for move in (("start",), ("land", False), ("report",)):
-                world.make((move[0], world.chunk(flight), *move[1:]))
+            for kind, *rest in (("start",), ("land", False), ("report",)):
+                world.make((kind, world.chunk(flight), *rest))
         world.wire.tidy()
 
     def until(self, condition: Callable[[], bool], *, wire: bool = True) -> None:
@@ -136,7 +136,7 @@ class Play:
 
 @pytest.mark.clause("C6.5", "C3.3", "C3.4", "C1.2", "A1")
 @pytest.mark.parametrize("engines", [scripted, reference])
-def test_what_was_computed_for_a_lost_decode_stage_is_sent_again_and_not_computed_again(engines) -> None:
+def test_what_was_computed_for_a_lost_decode_stage_is_sent_again_and_not_computed_again(engines: Callable[[Scenario], Engines]) -> None:
     play = Play(engines, prefills=2, decodes=2)
     old, p, d = play.committed(1)
     assert play.commits[old].cached == 0
@@ -150,7 +150,7 @@ def test_what_was_computed_for_a_lost_decode_stage_is_sent_again_and_not_compute
 
 @pytest.mark.clause("C6.5", "C3.3", "C1.2", "C2.2", "C5.2", "A1")
 @pytest.mark.parametrize("engines", [scripted, reference])
-def test_what_a_decode_stage_holds_is_sent_by_no_other_prefill_stage_either(engines) -> None:
+def test_what_a_decode_stage_holds_is_sent_by_no_other_prefill_stage_either(engines: Callable[[Scenario], Engines]) -> None:
     """The lost generation's own blocks stay held for its writer until the fence; what D has published is D's."""
     play = Play(engines, prefills=2, decodes=2)
     play.serve(0)

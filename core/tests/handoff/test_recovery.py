@@ -945,6 +945,41 @@ def test_what_is_not_mended_by_starting_them_again_is_said_and_its_requests_fail
     assert desk.c.next_deadline() is None
 
 
+@pytest.mark.clause("C6.3")
+@pytest.mark.parametrize("bound", ["of the pair", "of its stages"])
+def test_a_connection_that_is_given_up_is_said_once_also_where_others_serve(bound):
+    """Nothing heals it any more, and no request that fails would tell."""
+    desk = Desk(recovery=Recovery(restarts=2))
+    p = P0
+    if bound == "of the pair":
+        for _ in range(2):
+            desk.hear(p, PeerDown(D0, False, "no route"))
+            assert lost(desk.wait()) == [p]
+            assert restarts(desk.join(p)) == [p.name]
+            p = again(p, p.epoch + 1)
+            desk.come(p)
+            desk.c._restarts.clear()  # it serves with the other one
+    else:
+        desk.c._restarts.update({P0.name: 2, D0.name: 2})
+    desk.hear(p, PeerDown(D0, False, "no route"))
+    assert not said(desk.log), "not before both had time to say whether they live"
+    assert not lost(desk.wait())
+    assert said(desk.log) == [
+        f"C6.3: {p} and {D0} are not connected, and starting one of them again has not helped: they are left as they"
+        " are; others serve in their place"
+    ]
+    desk.submit("a")
+    desk.life("a")
+    assert desk.end("a").ending is fx.Ending.FINISHED
+    desk.wait()
+    assert len(said(desk.log)) == 1
+    assert desk.c.next_deadline() is None
+
+
+def said(effects: list) -> list[str]:
+    return [e.cause for e in orders(effects, fx.Fault) if "has not helped" in e.cause]
+
+
 @pytest.mark.clause("C6.2")
 def test_a_connection_of_a_stage_that_is_drained_or_of_a_service_that_stops_is_not_mended():
     desk = Desk((P0, D0))

@@ -1183,10 +1183,11 @@ class Coordinator:
             needed = self._needed(p, d)
             loser = self._to_lose(p, d)
             if loser is None:
-                if needed and not broken.hopeless:
+                if not broken.hopeless:  # also where others serve: nobody would ever know, and nothing heals it
                     broken.hopeless = True
                     text = f"{p.id} and {d.id} are not connected, and starting one of them again has not helped"
-                    effects.append(Fault(None, f"C6.3: {text}: they are left as they are"))
+                    others = "" if needed else "; others serve in their place"
+                    effects.append(Fault(None, f"C6.3: {text}: they are left as they are{others}"))
                     self._refuse_unserved(effects)
             elif needed or (self._recovery.mend_idle and not loser.entries):
                 other = d if loser is p else p
