@@ -24,6 +24,7 @@ BLOCK, STEP, PROMPT = 4, 8, 46
 #: Whole blocks of a prompt whose last token is computed in any case: the first answer comes from it (C3.4).
 WHOLE = (PROMPT - 1) // BLOCK * BLOCK
 PHASE = CoordinatorPhase
+Make = Callable[[Scenario], Engines]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def reference(scenario: Scenario) -> Engines:
 class Play:
     """A world in which the wire stands still until it is told to move, and what its stages have said."""
 
-    def __init__(self, make: Callable[[Scenario], Engines], prefills: int, decodes: int) -> None:
+    def __init__(self, make: Make, prefills: int, decodes: int) -> None:
         scenario = Growing(
             seed=1, prefills=prefills, decodes=decodes, block_tokens=BLOCK, prefill_blocks=64, decode_blocks=64,
             step_tokens=STEP, longest_prompt=PROMPT, most_tokens=3, chunk_bytes=1 << 20, inflight_bytes=1 << 24,
@@ -136,7 +137,7 @@ class Play:
 
 @pytest.mark.clause("C6.5", "C3.3", "C3.4", "C1.2", "A1")
 @pytest.mark.parametrize("engines", [scripted, reference])
-def test_what_was_computed_for_a_lost_decode_stage_is_sent_again_and_not_computed_again(engines: Callable[[Scenario], Engines]) -> None:
+def test_what_was_computed_for_a_lost_decode_stage_is_sent_again_and_not_computed_again(engines: Make) -> None:
     play = Play(engines, prefills=2, decodes=2)
     old, p, d = play.committed(1)
     assert play.commits[old].cached == 0
@@ -150,7 +151,7 @@ def test_what_was_computed_for_a_lost_decode_stage_is_sent_again_and_not_compute
 
 @pytest.mark.clause("C6.5", "C3.3", "C1.2", "C2.2", "C5.2", "A1")
 @pytest.mark.parametrize("engines", [scripted, reference])
-def test_what_a_decode_stage_holds_is_sent_by_no_other_prefill_stage_either(engines: Callable[[Scenario], Engines]) -> None:
+def test_what_a_decode_stage_holds_is_sent_by_no_other_prefill_stage_either(engines: Make) -> None:
     """The lost generation's own blocks stay held for its writer until the fence; what D has published is D's."""
     play = Play(engines, prefills=2, decodes=2)
     play.serve(0)
