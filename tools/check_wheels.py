@@ -135,6 +135,8 @@ def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch
         [*pytest, "-p", "no:cacheprovider", "--hypothesis-profile=ci", "-q", scratch / "tests"],
         scratch,
     )
+    if any(need.startswith("torch") for need in distribution.test_needs):
+        facts = (*facts[:2], "torch")
     run("importing it after its tests' needs were added", [python, "-I", "-c", LOADS, *facts], scratch)
 
 
