@@ -57,6 +57,7 @@ from kvbaton.plugins import choose_placement
 from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.routing import policy
 from kvbaton.settings import Settings
+from kvbaton.stage.stage import HANDLE_DONE
 from kvbaton.stage.worker import forget_given, stage_specs
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,10 @@ class _Tracked:
     milestones: dict[str, float] = field(default_factory=dict)
     #: When this loop sent each stage its creating message: where that stage's own clock starts.
     sent: dict[str, float] = field(default_factory=dict)
+    #: The milestones of this generation that a stage has placed by its own clock.
+    timed: set[str] = field(default_factory=set)
+    #: The milestones of this generation that are in the log.
+    logged: set[str] = field(default_factory=set)
     chunks: int = 0
     segments: int = 0
     nbytes: int = 0
@@ -354,6 +359,8 @@ class Service:
                 heapq.heappush(self._due, (tracked.deadline, tracked.number, key))
             accepted()
             self._hooks.tell("kvbaton_request_added", request=key, prompt_tokens=len(request.prompt), at=added)
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("request %s: added", key, extra={"request": key, "milestone": "added"})
             self._carry_out(effects, now)
 
         self.call(action)
@@ -901,7 +908,10 @@ class Service:
                     self._counts["ignored"] += 1
                 case fx.Violation(clause, transfer, peer, text):
                     self._counts[f"violations_{clause}"] += 1
-                    _log.error("%s violation by %s: %s", clause, peer, text)
+                    _log.error(
+                        "%s violation by %s: %s", clause, peer, text,
+                        extra={"clause": clause, "peer": str(peer), "transfer": transfer},
+                    )  # fmt: skip
                     violation = ProtocolViolation(clause, f"{peer}: {text}", peer=peer, transfer=transfer)
                     self._tell_fault(violation, transfer, self._machine.key(transfer) if transfer else None, peer)
 
@@ -982,7 +992,10 @@ class Service:
             case fx.Requeued(cause):
                 tracked.requeued += 1
                 self._counts["requeued"] += 1
-                _log.info("request %s waits again: %s", key, cause)
+                _log.info(
+                    "request %s, transfer %s: waits again: %s", key, transfer, cause,
+                    extra={"request": key, "transfer": transfer},
+                )  # fmt: skip
             case fx.Ended():
                 tracked.milestones.setdefault(Milestones.FINISHED, now - tracked.added)
                 self._end(key, transfer, event)
@@ -1021,6 +1034,14 @@ class Service:
             error, tracked.chunks, tracked.segments, tracked.nbytes, tracked.prefix_prefill, tracked.prefix_decode,
             tracked.prefill, tracked.decode, tracked.milestones, tracked.requeued,
         )  # fmt: skip
+        if _log.isEnabledFor(logging.DEBUG):
+            tracked.logged.add(Milestones.FINISHED)
+            seconds = time.monotonic() - tracked.added
+            _log.debug(
+                "request %s, transfer %s: finished as %s, after %.6f s", key, tracked.transfer, reason, seconds,
+                extra={"request": key, "transfer": tracked.transfer, "milestone": Milestones.FINISHED,
+                       "stage": "coordinator", "seconds": round(seconds, 6), "outcome": reason},
+            )  # fmt: skip
         self._hooks.tell("kvbaton_request_finished", record=record)
         self._deliver(RequestOutput(key, (), (), True, reason, error, record))
 
@@ -1050,14 +1071,36 @@ class Service:
             tracked.chunks, tracked.segments, tracked.nbytes = reached.chunks, reached.segments, reached.nbytes
             tracked.prefix_prefill = reached.prefix
         if reached.milestone == Milestones.PLACED:
+            tracked.timed.clear()
+            tracked.logged.clear()
             tracked.sent[tracked.decode] = at
         elif reached.milestone == Milestones.RESERVED:
             tracked.sent[tracked.prefill] = at
             tracked.prefix_decode = reached.prefix
         start = tracked.sent.get(stage)
-        for name, seconds in reached.timings.items():
-            if start is not None:  # the stage's own word, but never later than we heard it
-                tracked.milestones[name] = min(start + seconds, at)
+        if start is not None:
+            for name, seconds in reached.timings.items():
+                # the stage's own word, but never later than we heard it first; the last handle is told of twice
+                if name not in tracked.timed or name == HANDLE_DONE:
+                    tracked.timed.add(name)
+                    tracked.milestones[name] = min(start + seconds, at)
+        if _log.isEnabledFor(logging.DEBUG):
+            self._log_milestones(reached, tracked, stage)
+
+    def _log_milestones(self, reached: fx.Reached, tracked: _Tracked, stage: str) -> None:
+        """A line for each milestone that is new, with its ids: the one that was reached, and those that the stage has
+        told of along with it.
+        """
+        new = {name: tracked.milestones[name] for name in (reached.milestone, *reached.timings)
+               if name in tracked.milestones and name not in tracked.logged}  # fmt: skip
+        for name, seconds in sorted(new.items(), key=lambda item: item[1]):
+            tracked.logged.add(name)
+            _log.debug(
+                "request %s, transfer %s: %s, by %s, after %.6f s",
+                reached.key, reached.transfer, name, stage, seconds,
+                extra={"request": reached.key, "transfer": reached.transfer, "milestone": name, "stage": stage,
+                       "seconds": round(seconds, 6)},
+            )  # fmt: skip
 
     def _choose_pair(self, key: RequestKey, request: Request, pairs: Sequence[Pair]) -> Pair | None:
         if self._hooks.heard("kvbaton_choose_pair"):

@@ -26,7 +26,7 @@ _PATTERNS: Final = tuple(
         *((f"deadline_{name}", rf"deadline\.{name} of ") for name in _DEADLINES),
         ("violation", r"violation|^C7\.\d"),
         ("engine", r"C6\.3: (prefill|decode): |the engine of "),
-        ("refused", r" refused( \d+ times)?: "),
+        ("refused", r" refused( \(\d+ times\))?: "),
         ("transport", r"C6\.3: chunk |C3\.6|\bT\d+: "),
         ("message", r"control\.max_message"),
     )
