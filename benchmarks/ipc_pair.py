@@ -375,7 +375,7 @@ class Source:
 
     # -- a compute kernel beside it -----------------------------------------------------------------------------------
 
-    def beside(self, programs: Sequence[int], seconds: float = 0.5) -> list[dict[str, float]]:
+    def beside(self, programs: Sequence[int], seconds: float = 0.25) -> list[dict[str, float]]:
         """How much matrix products and a copy of the device's own memory slow down while chunks are copied without a
         pause, with so many programs at once; and the rate of those copies."""
         torch = self._torch

@@ -656,15 +656,17 @@ class GuardedConnector:
                 f"T13: {what} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
                 capability="max_segments",
             )
-        if source.length is not target.length and not np.array_equal(source.length, target.length):
+        if source.length is not target.length and not np.logical_and.reduce(source.length == target.length):
             at = int(np.flatnonzero(source.length != target.length)[0])
             raise SegmentError(
                 f"C3.6: {what}, segment {at}: {int(source.length[at])} source bytes against"
                 f" {int(target.length[at])} target bytes. No byte moved.",
                 segment=at,
             )
-        source.check_bounds(self._lengths, f"the source of {what}")
-        target.check_bounds(peer.lengths, f"the target at {peer.id} of {what}")
+        if not source.within(self._lengths):
+            source.check_bounds(self._lengths, f"the source of {what}")
+        if not target.within(peer.lengths):
+            target.check_bounds(peer.lengths, f"the target at {peer.id} of {what}")
         total = source.nbytes
         if total != chunk.nbytes:
             raise SegmentError(f"C3.6: {what} says {chunk.nbytes} bytes, its segments have {total}. No byte moved.")
@@ -685,7 +687,8 @@ class GuardedConnector:
     def _room(self, peer: _Peer, chunk: Chunk) -> bool:
         if peer.chunks >= self._limits.unreceipted_chunks:
             return False
-        sharing = sum(other.state is PeerState.UP or other.chunks > 0 for other in self._peers.values())
+        alone = len(self._peers) == 1
+        sharing = 1 if alone else sum(other.state is PeerState.UP or other.chunks > 0 for other in self._peers.values())
         # one chunk is always allowed: no peer waits for another's share, and no chunk is too large for ever
         if peer.chunks and (
             peer.nbytes + chunk.nbytes > self._limits.inflight_bytes // sharing
@@ -693,7 +696,7 @@ class GuardedConnector:
         ):
             return False
         # the transport's own queue was full for somebody with fewer chunks in it who asked in this or the last pass
-        return not any(
+        return alone or not any(
             other.refused_in >= self._pass - 1 and other.chunks < peer.chunks and other.state is PeerState.UP
             for other in self._peers.values()
         )

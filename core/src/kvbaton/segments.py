@@ -105,7 +105,7 @@ class Segments:
     @property
     def nbytes(self) -> int:
         """The sum of lengths."""
-        return int(self.length.sum())
+        return int(np.add.reduce(self.length))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segments):
@@ -148,19 +148,25 @@ class Segments:
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
+    def within(self, lengths: Mapping[int, int]) -> bool:
+        """Whether it is seen at a glance that every segment is inside its region, as it is where all are in one.  If
+        not, :meth:`check_bounds` looks closely."""
+        if len(self.length) <= _FEW:
+            return all(offset + length <= lengths.get(region, 0) for region, offset, length in self.triples())
+        here = int(self.region[0])
+        if here not in lengths:
+            return False
+        outside = self.offset > lengths[here] - self.length  # cannot overflow
+        outside |= self.region != here
+        return not np.logical_or.reduce(outside)
+
     def check_bounds(self, lengths: Mapping[int, int], what: str = "a segment list") -> None:
         """Raise :class:`~kvbaton.errors.SegmentError` for the first segment outside its region (C3.6).
 
         ``lengths``: region id to length in bytes.
         """
-        if len(self) <= _FEW:
-            if all(offset + length <= lengths.get(region, 0) for region, offset, length in self.triples()):
-                return
-        else:
-            here = int(self.region[0])
-            # the common case, all in one region, at a sixth of the cost
-            if here in lengths and not ((self.region != here) | (self.offset > lengths[here] - self.length)).any():
-                return
+        if self.within(lengths):
+            return
         ids = np.array(sorted(lengths), dtype=np.int64)
         sizes = np.array([lengths[int(id)] for id in ids], dtype=np.int64)
         if not len(ids):

@@ -148,6 +148,7 @@ def test_chunks_end_as_the_device_ends_them(two):
     transfer = new_transfer_id()
     for sequence in range(2):
         pair.source.connector.submit(pair.chunk(sequence, 64 * sequence, transfer=transfer))
+        pair.source.poll()
     pair.source.mover.copies[1].finish()
     pair.until(lambda: pair.target.receipts)
     assert [receipt.sequence for receipt in pair.target.receipts] == [1]
@@ -178,6 +179,106 @@ def test_a_peer_that_hears_nothing_is_told_a_bounded_number_of_chunks(two, monke
     assert not pair.source.connector.submit(pair.chunk(99))
     pair.until(lambda: len(pair.target.receipts) == accepted)
     pair.until(lambda: pair.source.connector.submit(pair.chunk(99)))
+
+
+# -- what is started together ----------------------------------------------------------------------------------------
+
+
+def several(pair, count):
+    """Submitted in one pass, of one transfer."""
+    transfer = new_transfer_id()
+    for number in range(count):
+        assert pair.source.connector.submit(pair.chunk(number, 64 * number, transfer=transfer))
+    return transfer
+
+
+@pytest.mark.clause("T4", "T5")
+def test_chunks_of_one_pass_share_launches_and_end_one_by_one(two):
+    """The first at once, then two, then four; the poll starts the rest.  Each has its completion and its receipt."""
+    pair = two(inflight=10).connect()
+    several(pair, 10)
+    mover = pair.source.mover
+    assert [len(copy.runs) for copy in mover.copies] == [1, 2, 4]
+    assert pair.source.connector.outstanding() == 10
+    pair.source.poll()
+    assert [len(copy.runs) for copy in mover.copies] == [1, 2, 4, 3]
+    mover.finish(2)
+    pair.until(lambda: len(pair.target.receipts) == 3)
+    assert [completion.sequence for completion in pair.source.completions] == [0, 1, 2]
+    mover.finish(2)
+    pair.until(lambda: len(pair.target.receipts) == 10)
+    assert [receipt.sequence for receipt in pair.target.receipts] == list(range(10))
+    assert pair.target.memory.tolist() == [7] * 640 + [200] * (SIZE - 640)
+
+
+@pytest.mark.clause("T5")
+def test_who_waits_starts_what_is_queued(two):
+    pair = two(patience=0).connect()
+    several(pair, 2)
+    pair.source.connector.wait(0.001)
+    assert sum(len(copy.runs) for copy in pair.source.mover.copies) == 2
+
+
+@pytest.mark.clause("T5")
+def test_a_group_is_bounded(two, monkeypatch):
+    monkeypatch.setattr(ipc, "GROUP_ROWS", 2)
+    pair = two(inflight=8).connect()
+    several(pair, 7)
+    assert [len(copy.runs) for copy in pair.source.mover.copies] == [1, 2, 2]
+    pair.source.poll()
+    assert [len(copy.runs) for copy in pair.source.mover.copies] == [1, 2, 2, 2]
+
+
+@pytest.mark.clause("T9")
+def test_what_is_not_started_is_cancelled(two):
+    pair = two().connect()
+    mine = several(pair, 2)
+    other = pair.chunk(7, 512)
+    pair.source.connector.cancel(new_transfer_id())
+    pair.source.connector.cancel(mine)
+    assert pair.source.connector.submit(other)
+    pair.source.poll()
+    (cancelled,) = pair.source.completions
+    assert (cancelled.sequence, cancelled.outcome, cancelled.terminal) == (1, Outcome.CANCELLED, True)
+    pair.source.mover.finish(2)
+    pair.until(lambda: len(pair.target.receipts) == 2)
+    assert sorted(receipt.sequence for receipt in pair.target.receipts) == [0, 7]
+    assert pair.target.memory[64:128].tolist() == [200] * 64
+
+
+@pytest.mark.clause("T2", "T5")
+def test_an_orderly_end_is_after_what_is_queued(two):
+    pair = two(patience=0).connect()
+    several(pair, 2)
+    pair.source.connector.disconnect(pair.target.peer)
+    pair.until(lambda: pair.source.downs and pair.target.downs)
+    assert [completion.outcome for completion in pair.source.completions] == [Outcome.DONE] * 2
+    assert len(pair.target.receipts) == 2
+
+
+@pytest.mark.clause("T7", "C6.4")
+def test_what_is_queued_for_a_peer_that_is_fenced_is_never_started(two):
+    pair = two().connect()
+    several(pair, 2)
+    pair.source.connector.fenced(pair.target.peer)
+    pair.source.poll()
+    (failed,) = pair.source.completions
+    assert (failed.sequence, failed.outcome, failed.terminal) == (1, Outcome.FAILED, True)
+    assert len(pair.source.mover.copies) == 1
+
+
+@pytest.mark.clause("T5")
+def test_a_group_that_is_not_started_fails_whole(two):
+    pair = two().connect()
+    transfer = new_transfer_id()
+    pair.source.connector.submit(pair.chunk(0, transfer=transfer))
+    pair.source.mover.fails = RuntimeError("no such kernel")
+    for number in (1, 2):
+        pair.source.connector.submit(pair.chunk(number, 64 * number, transfer=transfer))
+    pair.source.poll()
+    assert [(one.sequence, one.outcome, one.terminal) for one in pair.source.completions] == [
+        (1, Outcome.FAILED, True), (2, Outcome.FAILED, True)
+    ]  # fmt: skip
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -224,6 +325,7 @@ def test_what_had_landed_before_the_device_failed_is_done_once(two):
     source = pair.source
     for number in range(2):
         source.connector.submit(pair.chunk(number, 64 * number))
+        source.poll()
 
     def broken():
         raise RuntimeError("unspecified launch failure")
@@ -425,7 +527,8 @@ def test_there_is_no_metadata_before_memory_is_registered():
 def test_addresses_of_segments(bases):
     ids = sorted(bases)
     rows = [(ids[index % len(ids)], index << 30, 1) for index in range(20)]
-    found = AddressBook(bases).addresses(Segments.of(rows))
+    found = np.empty(20, np.int64)
+    AddressBook(bases).addresses(Segments.of(rows), found)
     assert found.tolist() == [bases[id] + offset for id, offset, _ in rows]
 
 

@@ -1,7 +1,10 @@
 """CUDA IPC: one stage's end of the transport that writes straight into a peer's device memory.
 
-**Bytes** go through mappings (:mod:`~kvbaton_cuda_ipc.mapping`): a chunk is one launch of a kernel of the source's, or
-copies by its engine, on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.
+**Bytes** go through mappings (:mod:`~kvbaton_cuda_ipc.mapping`): by a kernel of the source's, or copies by its engine,
+on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.  The first
+chunk after a ``poll`` is started at once, the next two together, then four, and the ``poll`` starts what is left:
+within a device a copy of 64 MiB takes no longer than it costs to begin one, and the device is busy with what was
+started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
 
 **Visibility** (T3).  The kernel's and the engine's writes are weak, and nothing in the kernel publishes them.  What
@@ -48,7 +51,7 @@ from kvbaton.connector import (
     Receipt,
 )
 from kvbaton.errors import ConnectError, Outstanding, PeerLost, ProtocolViolation, RegistrationError, TransportError
-from kvbaton.identity import PeerId
+from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
 from kvbaton_cuda_ipc.driver import Cuda
 from kvbaton_cuda_ipc.ipc_plugin import CAPABILITIES
@@ -61,6 +64,8 @@ from kvbaton_cuda_ipc.wire import Down, Up, Wire, Word
 PROTOCOL = "cuda_ipc/1"
 #: Chunks of which a peer was told and has not said that it heard, at most: one that stands still is told no more.
 MAX_UNHEARD = 1024
+#: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
+GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
 #: Seconds between two looks at the device while somebody waits for it.
 _PAUSE = 20e-6
 
@@ -72,17 +77,18 @@ class AddressBook:
         self._ids = np.array(sorted(bases), np.int64)
         self._bases = np.array([bases[id] for id in sorted(bases)], np.int64)
 
-    def addresses(self, segments: Segments) -> npt.NDArray[np.int64]:
+    def addresses(self, segments: Segments, into: npt.NDArray[np.int64]) -> None:
         """Of every segment; all of them are in regions of the book."""
         if len(self._ids) == 1:
-            return np.asarray(segments.offset + self._bases[0])
-        bases: npt.NDArray[np.int64] = self._bases[self._ids.searchsorted(segments.region)]
-        return bases + segments.offset
+            np.add(segments.offset, self._bases[0], out=into)
+        else:
+            np.add(segments.offset, self._bases[self._ids.searchsorted(segments.region)], out=into)
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A chunk that was started.  ``event``: ``None`` where there is nothing to wait for."""
+    """A chunk that was started.  ``event``: that of all that were started with it; ``None`` where there is nothing to
+    wait for."""
 
     chunk: Chunk
     event: DeviceEvent | None
@@ -101,6 +107,12 @@ class _Link:
     mapping: Mapping | None = None
     book: AddressBook | None = None
     flights: list[_Flight] = field(default_factory=list)
+    #: Accepted and not started: never longer than until the next ``poll``.
+    queued: list[Chunk] = field(default_factory=list)
+    queued_bytes: int = 0
+    queued_rows: int = 0
+    #: How many are started together next.
+    together: int = 1
     #: ``disconnect`` was called, or the peer has said bye: nothing new is started.
     closing: bool = False
     said_bye: bool = False
@@ -139,6 +151,7 @@ class IpcConnector(ConnectorBase):
         self._cuda = cuda
         self._mover = mover
         self._wire = wire
+        self._runs = np.empty((3, GROUP_ROWS), np.int64)
         self._inflight = inflight
         self._links: dict[PeerId, _Link] = {}
         #: Links that are down, and may still be written or read through.
@@ -225,7 +238,7 @@ class IpcConnector(ConnectorBase):
 
     def _part(self, link: _Link) -> None:
         """An orderly end, as far as it has come: drained, unmapped, bye; over when both have said it."""
-        if link.flights or link.adrift:
+        if link.flights or link.queued or link.adrift:
             return
         if not link.said_bye:
             problem = self._unmap(link)
@@ -268,6 +281,8 @@ class IpcConnector(ConnectorBase):
     def _lose(self, link: _Link, cause: Exception) -> None:
         """The end of a link for whatever reason but an agreed one (T7).  What was started goes on until it is over."""
         link.lost = cause
+        self._completions += [_failed(chunk, cause) for chunk in link.queued]
+        self._unqueue(link)
         del self._links[link.peer]
         self._wire.drop(link.peer)
         self._ebbing[link.peer] = link
@@ -293,39 +308,86 @@ class IpcConnector(ConnectorBase):
     # -- chunks at the source (T5, T6, T9) ---------------------------------------------------------------------------
 
     def submit(self, chunk: Chunk) -> bool:
-        """Start the copy at once; where there is no room for it, refuse (T6).
+        """Take it, and start the copy, or leave that to a later ``submit`` or the next ``poll``; where there is no room
+        for it, refuse (T6).
 
         There is none while as many are under way as may be, or while a peer that stands still has not heard of many
         that are done.
         """
         link = self._links.get(chunk.peer)
-        if link is None or not link.open or link.closing or link.book is None or self._book is None:
+        if link is None or link.mapping is None or link.lost is not None or link.closing:
             error = PeerLost(f"T7: {chunk.peer} is not connected", peer=chunk.peer)
             self._completions.append(_failed(chunk, error))
             return True
-        if len(link.flights) >= self._inflight or link.told - link.acknowledged >= MAX_UNHEARD:
+        queued = link.queued
+        if len(link.flights) + len(queued) >= self._inflight or link.told - link.acknowledged >= MAX_UNHEARD:
             return False
+        if not chunk.nbytes:
+            link.flights.append(_Flight(chunk, None))
+            return True
+        rows = len(chunk.source.length)
+        if queued and (link.queued_bytes + chunk.nbytes > GROUP_BYTES or link.queued_rows + rows > GROUP_ROWS):
+            self._start(link)
+        queued.append(chunk)
+        link.queued_bytes += chunk.nbytes
+        link.queued_rows += rows
+        if len(queued) >= link.together:
+            link.together *= 2
+            self._start(link)
+        return True
+
+    def cancel(self, transfer: TransferId) -> None:
+        """What is not started is over (T9)."""
+        for link in self._links.values():
+            if any(chunk.transfer == transfer for chunk in link.queued):
+                kept = [chunk for chunk in link.queued if chunk.transfer != transfer]
+                self._completions += [
+                    Completion(transfer, chunk.sequence, Outcome.CANCELLED, True, True)
+                    for chunk in link.queued
+                    if chunk.transfer == transfer
+                ]
+                link.queued[:] = kept
+                link.queued_bytes = sum(chunk.nbytes for chunk in kept)
+                link.queued_rows = sum(len(chunk.source) for chunk in kept)
+
+    def _start(self, link: _Link) -> None:
+        """All that is queued, in one launch."""
+        chunks, rows = tuple(link.queued), link.queued_rows
+        self._unqueue(link)
         self._enter()
-        event: DeviceEvent | None = None
-        if chunk.nbytes:
-            try:
-                event = self._mover.start(
-                    self._book.addresses(chunk.source), link.book.addresses(chunk.target), chunk.source.length
-                )
-            except Exception as error:
+        assert self._book is not None
+        assert link.book is not None
+        # into memory that is there: arrays as large as a group's come fresh from the system, at a fault for each page
+        if rows > self._runs.shape[1]:
+            self._runs = np.empty((3, rows), np.int64)
+        source, target, length = self._runs[:, :rows]
+        start = 0
+        for chunk in chunks:
+            end = start + len(chunk.source.length)
+            self._book.addresses(chunk.source, source[start:end])
+            link.book.addresses(chunk.target, target[start:end])
+            length[start:end] = chunk.source.length
+            start = end
+        try:
+            event = self._mover.start(source, target, length)
+        except Exception as error:
+            adrift = isinstance(error, Adrift)
+            for chunk in chunks:
                 what = f"chunk {chunk.sequence} of transfer {chunk.transfer} to {chunk.peer}"
                 cause = TransportError(f"T5: {what} was not started: {error}", peer=chunk.peer)
                 cause.__cause__ = error
-                adrift = isinstance(error, Adrift)
                 link.adrift += adrift
                 self._completions.append(_failed(chunk, cause, quiet=not adrift))
-                return True
-        link.flights.append(_Flight(chunk, event))
-        return True
+            return
+        link.flights += [_Flight(chunk, event) for chunk in chunks]
+
+    def _unqueue(self, link: _Link) -> None:
+        link.queued.clear()
+        link.queued_bytes = link.queued_rows = 0
 
     def outstanding(self) -> int:
         links = (*self._links.values(), *self._ebbing.values())
-        return len(self._completions) + sum(len(link.flights) for link in links)
+        return len(self._completions) + sum(len(link.flights) + len(link.queued) for link in links)
 
     def _look(self, link: _Link) -> None:
         """Take up what the device has finished, tell the peer of it, and report it."""
@@ -352,21 +414,25 @@ class IpcConnector(ConnectorBase):
         done: list[_Flight] = []
         left: list[_Flight] = []
         waiting = 0
+        asked: DeviceEvent | None = None
+        over = True
         for index, flight in enumerate(link.flights):
-            if waiting == LANES:
-                left += link.flights[index:]
-                break
-            try:
-                over = flight.event is None or flight.event.query()
-            except Exception as error:
-                link.flights = [*left, *link.flights[index:]]
-                self._set_adrift(link, error)
-                return done
-            if over:
+            if flight.event is None:
                 done.append(flight)
-            else:
-                waiting += 1
-                left.append(flight)
+                continue
+            if flight.event is not asked:
+                if waiting == LANES:
+                    left += link.flights[index:]
+                    break
+                asked = flight.event
+                try:
+                    over = asked.query()
+                except Exception as error:
+                    link.flights = [*left, *link.flights[index:]]
+                    self._set_adrift(link, error)
+                    return done
+                waiting += not over
+            (done if over else left).append(flight)
         if done:
             link.flights = left
         return done
@@ -397,6 +463,9 @@ class IpcConnector(ConnectorBase):
                 case Down(error=error):
                     self._lose(link, error)
         for link in list(self._links.values()):
+            link.together = 1
+            if link.queued:
+                self._start(link)
             self._look(link)
             self._answer(link)
             if link.closing:
@@ -439,6 +508,11 @@ class IpcConnector(ConnectorBase):
 
     def wait(self, timeout: float) -> None:
         """Until a word comes; while copies are under way, until one of them is over."""
+        for link in self._links.values():
+            if link.queued:
+                self._start(link)
+        if self._completions:
+            return
         flights = [link.flights[0] for link in self._links.values() if link.flights]
         if not flights:
             self._wire.wait(timeout)

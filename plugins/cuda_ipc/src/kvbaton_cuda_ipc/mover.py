@@ -25,7 +25,7 @@ Column = npt.NDArray[np.int64]
 #: Lanes of a connector.
 LANES = 2
 #: Tables that there are from the beginning, and the rows that each has room for.
-_TABLES, _ROWS = 64, 4096
+_TABLES, _ROWS = 64, 8192
 #: Programs of the kernel for each multiprocessor, unless told otherwise: more were not faster.
 PROGRAMS = 1
 #: A run of at least so many bytes goes to the copy engine, which costs some microseconds for each.
@@ -41,7 +41,8 @@ class Mover(Protocol):
     """
 
     def start(self, source: Column, target: Column, length: Column) -> DeviceEvent:
-        """Begin to copy ``length`` bytes from each address to the one at its index.  Never waits.
+        """Begin to copy ``length`` bytes from each address to the one at its index.  Never waits.  The columns are the
+        caller's again afterwards.
 
         Until the event says that it is over, neither side may be touched, nor unmapped.  Raises what the device says
         where nothing was begun or everything that was begun is over; else :class:`Adrift`.
