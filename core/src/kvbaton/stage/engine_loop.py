@@ -21,7 +21,11 @@ from kvbaton.reservation import Reservation
 
 
 class _Word(msgspec.Struct, frozen=True, gc=False):
-    """What one of the two threads says to the other; immutable, and cheap to make: a hand-off takes some twenty."""
+    """What one of the two threads says to the other; immutable, and cheap to make: a hand-off takes some twenty.
+
+    Where a word holds a function or an exception the collector looks into it, because these may lead back to the stage:
+    one that is left in a queue at the end would keep its stage and engine for ever (T12).
+    """
 
 
 # -- commands: pump -> engine ----------------------------------------------------------------------------------------
@@ -31,7 +35,7 @@ class Admit(_Word, frozen=True, gc=False):
     admission: Admission
 
 
-class Import(_Word, frozen=True, gc=False):
+class Import(_Word, frozen=True, gc=True):
     """``begin(transfer)`` is asked right before: the transfer may have ended since (C1.3)."""
 
     transfer: TransferId
@@ -51,7 +55,7 @@ class Release(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-class Query(_Word, frozen=True, gc=False):
+class Query(_Word, frozen=True, gc=True):
     """Run ``question`` on the engine thread and report its answer: statistics, balance checks."""
 
     question: Callable[[StageEngine], object]
@@ -110,14 +114,14 @@ class Released(_Word, frozen=True, gc=False):
     transfer: TransferId
 
 
-class CommandFailed(_Word, frozen=True, gc=False):
+class CommandFailed(_Word, frozen=True, gc=True):
     """A command about one transfer raised; the engine goes on."""
 
     transfer: TransferId
     error: Exception
 
 
-class EngineFailed(_Word, frozen=True, gc=False):
+class EngineFailed(_Word, frozen=True, gc=True):
     """A step raised, which engines promise not to do: the stage must not go on."""
 
     error: BaseException
