@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from kvbaton_conformance.soak import Figures, Result, Sample, draw_plot
+from kvbaton_conformance.clauses import ClauseBroken
+from kvbaton_conformance.soak import Figures, Result, Sample, _held, draw_plot
 
 MIB = 1 << 20
 
@@ -43,6 +47,15 @@ def test_one_descriptor_or_thread_more_at_the_end_is_found() -> None:
     assert grown(run_of([100.0 * MIB] * 100, None, late)) == ["threads"]
     for_a_moment = [20 + (second == 95) for second in range(100)]
     assert grown(run_of([100.0 * MIB] * 100, for_a_moment)) == []
+
+
+@pytest.mark.clause("C6.4")
+def test_a_process_that_has_ended_is_the_verdict_and_no_traceback() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(30)
+    assert _held({"coordinator": os.getpid()})["coordinator"].threads >= 1
+    with pytest.raises(ClauseBroken, match="decode-0 has ended"):
+        _held({"coordinator": os.getpid(), "decode-0": ended.pid})
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:

@@ -255,12 +255,24 @@ def _serve(
         )  # fmt: skip
         if now >= sample_at:
             sample_at = now + plan.every
-            figures = {name: Figures.of(pid) for name, pid in pids.items()}
-            result.samples.append(Sample(round(now - began, 2), sum(result.ends.values()), figures))
+            result.samples.append(Sample(round(now - began, 2), sum(result.ends.values()), _held(pids)))
         if now >= show_at:
             show_at = now + max(10.0, plan.seconds / 60)
             progress(f"{sum(result.ends.values())} requests have ended: {dict(result.ends)}")
     result.seconds = time.monotonic() - began
+
+
+def _held(pids: Mapping[str, int]) -> dict[str, Figures]:
+    """What each process holds now.  One that has ended is the verdict, whoever is started in its place."""
+    held = {}
+    for name, pid in pids.items():
+        try:
+            held[name] = Figures.of(pid)
+        except OSError as error:
+            raise ClauseBroken(
+                "C6.4", f"the process of {name} has ended", expected=f"{pid} lives", seen=error
+            ) from error
+    return held
 
 
 def _judge(record: RequestRecord, one: _UnderWay) -> str:
