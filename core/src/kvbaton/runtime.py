@@ -207,7 +207,8 @@ class PDRuntime:
 
     def dismiss(self, stage: str, timeout: float | None = None) -> bool:
         """:meth:`drain` ``stage``, tell it to exit, and wait for that; whether it has ended, and was joined, within
-        ``timeout`` seconds.  It is not started again; the others go on.
+        ``timeout`` seconds.  It is not started again; the others go on.  Where it has not ended in time, nothing is
+        taken back: nothing more is placed on it, and another call waits on.
 
         Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`, and for a stage
         that is not up.

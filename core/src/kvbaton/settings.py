@@ -207,7 +207,8 @@ class RecoverySettings(_Group):
     attempts: Annotated[int, Field(ge=0)] = _RECOVERY.attempts
     """How often one request may begin again before it fails."""
     restarts: Annotated[int, Field(ge=0)] = _RECOVERY.restarts
-    """How often in a row a stage is started again that has served nothing in between, before it is given up."""
+    """How often in a row a stage is started again that has served nothing in between, before it is given up; and for a
+    connection between two living stages over which nothing was served in between, before that is left as it is."""
 
 
 class DeadlineSettings(_Group):

@@ -163,8 +163,7 @@ class ProgressScreen(PipeScreen):
 
 
 #: What a model writes is text: it moves no cursor, clears no screen and rings no bell of the reader's terminal.
-_CONTROLS = (code for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t")
-_HARMLESS = dict.fromkeys(_CONTROLS, "\N{REPLACEMENT CHARACTER}")
+_HARMLESS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}, "\N{REPLACEMENT CHARACTER}")
 
 
 class TerminalScreen:

@@ -162,7 +162,6 @@ class _Profile:
         self._python: cProfile.Profile | None = None
         self._engine = False
         self._failure: Exception | None = None
-        self._ended = False
 
     def start(self, engine: StageEngine) -> None:
         try:
