@@ -44,7 +44,7 @@ FanOut = Callable[[str, str, Mapping[str, Any], Sequence[PeerId]], Mapping[str, 
 
 
 class Profiling:
-    """One session.  Made by :meth:`kvbaton.PDRuntime.profile`; a context manager that stops it.
+    """One session.  Made by :meth:`kvbaton.runtime.PDRuntime.profile`; a context manager that stops it.
 
     ``session_id`` is of this session alone (C1.5).  ``stages``: by name, what is known of it at each; until it was
     stopped that is whether it began there.  Threading: any thread.
@@ -63,7 +63,7 @@ class Profiling:
         cls, fan_out: FanOut, lives: Mapping[str, PeerId], directory: str | Path, seconds: float,
         tools: Sequence[str], stages: Sequence[str] | None,
     ) -> Profiling:  # fmt: skip
-        """What :meth:`kvbaton.PDRuntime.profile` does.  ``lives``: the stages there are, by name."""
+        """What :meth:`kvbaton.runtime.PDRuntime.profile` does.  ``lives``: the stages there are, by name."""
         if not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PROFILE_SECONDS:
             raise ProfilingError(
                 f"seconds is {seconds!r}; a session lasts more than 0 and at most {MAX_PROFILE_SECONDS:g}"

@@ -1,5 +1,7 @@
 """What an application calls: requests in, tokens out, over prefill and decode stages that it never sees.
 
+::
+
     with PDRuntime.start(settings) as runtime:
         key = runtime.add_request(Request(prompt=tuple(runtime.tokenizer.encode("The capital of France is"))))
         for output in runtime.stream(key):
