@@ -66,7 +66,7 @@ _MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
 _GLOB = re.compile(r"^(\w+\*)\n", re.MULTILINE)
 
 
-def make(app: Any) -> None:
+def make(_app: Any) -> None:
     """Everything under ``docs/generated``."""
     borrowed.GENERATED.mkdir(exist_ok=True)
     borrowed.write_all(REPOSITORY)
@@ -78,7 +78,7 @@ def make(app: Any) -> None:
 
 
 def read(app: Any, docname: str, source: list[str]) -> None:
-    """Pages of the repository as pages of the site: their links, and drawn pictures for diagrams that need a network."""
+    """Pages of the repository as pages of the site: their links, and drawn pictures for diagrams that need a net."""
     page = Path(app.env.doc2path(docname))
     if page.suffix != ".md" or page.is_relative_to(borrowed.GENERATED):
         return

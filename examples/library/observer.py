@@ -12,7 +12,7 @@ from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, TransferI
 
 
 class Exposed:
-    """Time between *committed* (the last chunk was handed to the wire) and *received*: what the wire costs a request."""
+    """Time between *committed* (the last chunk was handed to the wire) and *received*: what the wire costs."""
 
     def __init__(self) -> None:
         self._committed: dict[TransferId, float] = {}

@@ -27,8 +27,10 @@ async def answer(runtime: PDRuntime, text: str, most: int) -> str:
 
 
 async def serve(runtime: PDRuntime) -> None:
-    answers = await asyncio.gather(*(answer(runtime, text, most) for text, most in zip(PROMPTS, (16, 4, 16))))
-    for text, said in zip(PROMPTS, answers):
+    answers = await asyncio.gather(
+        *(answer(runtime, text, most) for text, most in zip(PROMPTS, (16, 4, 16), strict=True))
+    )
+    for text, said in zip(PROMPTS, answers, strict=True):
         print(f"{text} ->{said!r}")
 
 

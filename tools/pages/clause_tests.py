@@ -14,12 +14,17 @@ PLACES = (
     "tests", "core/tests", "conformance/tests", "conformance/src/kvbaton_conformance/suite", "plugins/*/tests",
     "examples/*/tests",
 )  # fmt: skip
+ABOUT = (
+    "Made from the markers of the tests when this site was built. The words are those of"
+    " [the contract](../contracts.md), which is where they are changed. A test under `conformance/src` belongs to"
+    " the kit and is run against every transport and engine that is judged; the others run with `pytest`."
+)
 _CLAUSE = re.compile(r"^- ([CTA]\d+(?:\.\d+)?) (.*)$")
 _SECTION = re.compile(r"^## (?:([CTA]\d*) )?(.*)$")
 
 
 @dataclass(frozen=True, order=True)
-class Test:
+class Proof:
     """One test function, and where it stands."""
 
     path: str
@@ -27,12 +32,12 @@ class Test:
     name: str
 
 
-def tests_by_clause(root: Path = ROOT) -> dict[str, list[Test]]:
+def proofs_by_clause(root: Path = ROOT) -> dict[str, list[Proof]]:
     """Clause to the tests that are marked with it, in the order of their files.
 
     Raises ``ValueError`` for a marker whose argument is not literal: nobody could list it.
     """
-    found: dict[str, set[Test]] = {}
+    found: dict[str, set[Proof]] = {}
     for place in PLACES:
         for folder in sorted(root.glob(place)):
             for file in sorted(folder.rglob("*.py")):
@@ -42,18 +47,18 @@ def tests_by_clause(root: Path = ROOT) -> dict[str, list[Test]]:
     return {clause: sorted(tests) for clause, tests in found.items()}
 
 
-def _marked(tree: ast.Module, file: Path, root: Path) -> Iterator[tuple[Test, set[str]]]:
+def _marked(tree: ast.Module, file: Path, root: Path) -> Iterator[tuple[Proof, set[str]]]:
     path = file.relative_to(root).as_posix()
     whole = {clause for node in tree.body if isinstance(node, ast.Assign) for clause in _clauses([node.value], path)}
 
-    def inside(body: list[ast.stmt], prefix: str, given: set[str]) -> Iterator[tuple[Test, set[str]]]:
+    def inside(body: list[ast.stmt], prefix: str, given: set[str]) -> Iterator[tuple[Proof, set[str]]]:
         for node in body:
             if isinstance(node, ast.ClassDef):
                 yield from inside(node.body, f"{node.name}.", given | _clauses(node.decorator_list, path))
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
                 clauses = given | _clauses(node.decorator_list, path)
                 if clauses:
-                    yield Test(path, node.lineno, prefix + node.name), clauses
+                    yield Proof(path, node.lineno, prefix + node.name), clauses
 
     yield from inside(tree.body, "", whole)
 
@@ -72,15 +77,13 @@ def _clauses(nodes: list[ast.expr], path: str) -> set[str]:
 
 def page(root: Path = ROOT) -> str:
     """The contract with each clause's tests under it, as Markdown.  ``docs/contracts.md`` is where the words stand."""
-    tests = tests_by_clause(root)
+    tests = proofs_by_clause(root)
     clauses = dict(_published(root))
     proved = sum(1 for clause in clauses if tests.get(clause))
     distinct = {test for found in tests.values() for test in found}
     parts = [
         "# Every clause and the tests that prove it", "",
-        "Made from the markers of the tests when this site was built. The words are those of"
-        " [the contract](../contracts.md), which is where they are changed. A test under `conformance/src` belongs to"
-        " the kit and is run against every transport and engine that is judged; the others run with `pytest`.", "",
+        ABOUT, "",
         f"{len(distinct)} tests name a clause; {proved} of {len(clauses)} clauses are named by at least one.", "",
     ]  # fmt: skip
     section = ""
@@ -93,7 +96,7 @@ def page(root: Path = ROOT) -> str:
     return "\n".join(parts)
 
 
-def _listed(found: list[Test]) -> list[str]:
+def _listed(found: list[Proof]) -> list[str]:
     if not found:
         return ["*No test names it.*"]
     lines = ["<details>", f"<summary>{len(found)} test{'s' if len(found) != 1 else ''}</summary>", ""]

@@ -23,16 +23,19 @@ TITLES = {
     "P10": "What an import costs",
     "P11": "Routing by prefixes",
 }
+ABOUT = (
+    "What was measured, on which machine and with what, from the files of `benchmarks/results` as they were when this"
+    " site was built. `python benchmarks` runs them again. *Disturbed* is the share of the time in which another"
+    " program had the processor: where it is not near 0, figures that take time on the wall are lower than the"
+    " machine's own."
+)
 
 
 def page(pictures: Path) -> str:
     """The page, as Markdown; its pictures are copied to ``pictures`` and referred to by file name."""
     parts = [
         "# Performance", "",
-        "What was measured, on which machine and with what, from the files of `benchmarks/results` as they were when"
-        " this site was built. `python benchmarks` runs them again, and `kvbaton bench` measures a transport on your"
-        " own machine. *Disturbed* is the share of the time in which another program had the processor: where it is"
-        " not near 0, figures that take time on the wall are lower than the machine's own.", "",
+        ABOUT, "",
     ]  # fmt: skip
     runs = [
         {"file": file.stem, **json.loads(file.read_text(encoding="utf-8"))} for file in sorted(RESULTS.glob("P*.json"))
@@ -66,7 +69,7 @@ def _run(run: dict[str, Any]) -> list[str]:
     for row in run["rows"]:
         target = row.get("target")
         bound = "" if target is None else f"{'≤' if row.get('better') == 'lower' else '≥'} {target:,g}"
-        verdict = {True: "reached", False: "missed"}.get(row.get("ok"), "")  # type: ignore[call-overload]
+        verdict = {True: "reached", False: "missed"}.get(row.get("ok"), "")
         value = row["value"]
         shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
         lines.append(f"| {row['case']} | {shown} | {row['unit']} | {bound} | {verdict} | {_rates(row)} |")

@@ -14,6 +14,12 @@ from pydantic_core import PydanticUndefined
 from kvbaton.settings import ENVIRONMENT_PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
+ABOUT = (
+    f"A setting is given in a file (`--config kvbaton.toml`), as a variable (`{ENVIRONMENT_PREFIX}` and the key in"
+    " capitals, levels joined by two underscores: `KVBATON_TRANSFER__CHUNK_BYTES=64MiB`), or as a flag (`--set"
+    " transfer.chunk_bytes=64MiB`); the later wins over the earlier. Sizes in bytes take a unit; times are seconds."
+    " `kvbaton config` shows each effective value and where it came from."
+)
 
 
 def page() -> str:
@@ -21,10 +27,7 @@ def page() -> str:
     parts = [
         "# Settings", "",
         "Made from the model that reads them when this site was built; `kvbaton config --schema` prints the same.", "",
-        f"A setting is given in a file (`--config kvbaton.toml`), as a variable (`{ENVIRONMENT_PREFIX}` and the key in"
-        " capitals, levels joined by two underscores: `KVBATON_TRANSFER__CHUNK_BYTES=64MiB`), or as a flag (`--set"
-        " transfer.chunk_bytes=64MiB`); the later wins over the earlier. Sizes in bytes take a unit; times are"
-        " seconds. `kvbaton config` shows each effective value and where it came from.", "",
+        ABOUT, "",
     ]  # fmt: skip
     top = [(name, field) for name, field in Settings.model_fields.items() if not _group(field.annotation)]
     parts += ["## At the top", "", *_table(iter(top), ""), ""]

@@ -1,7 +1,7 @@
 """The state machines as pictures, drawn from the tables that the machines check themselves against.
 
-A phase is a row; an arrow is a legal transition, with the events that make it.  An arrow to the next phase goes straight
-down, one that passes phases goes round them on the right.
+A phase is a row; an arrow is a legal transition, with the events that make it.  An arrow to the next phase goes
+straight down, one that passes phases goes round them on the right.
 """
 
 from __future__ import annotations
@@ -90,8 +90,11 @@ def draw(table: Table[Any], legal: Iterable[tuple[Any, Any]], file: Path) -> Non
         label = _label(said.get(move, ["a request arrives"]))
         direct = abs(top - bottom - ROW) < 0.01
         if direct or top < bottom:
-            style = {"arrowstyle": "-|>", "mutation_scale": 11, "lw": 1.1, "color": "#3b5b92"}
-            axes.add_patch(FancyArrowPatch((0, top - 0.28), (0, bottom + 0.28), **style))
+            axes.add_patch(
+                FancyArrowPatch(
+                    (0, top - 0.28), (0, bottom + 0.28), arrowstyle="-|>", mutation_scale=11, lw=1.1, color="#3b5b92",
+                )
+            )  # fmt: skip
             axes.text(
                 -0.12, (top + bottom) / 2, textwrap.fill(label, 34), ha="right", va="center", fontsize=7.2,
                 color="#333333",

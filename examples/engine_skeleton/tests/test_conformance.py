@@ -31,4 +31,6 @@ def test_a_deployment_answers_as_one_engine() -> None:
     with PDRuntime.start(settings) as runtime:
         keys = [runtime.add_request(request) for request in requests]
         records = [list(runtime.stream(key))[-1].record for key in keys]
-    assert [record.token_ids for record in records if record] == [r.token_ids for r in run_colocated(settings, requests)]
+    assert [record.token_ids for record in records if record] == [
+        r.token_ids for r in run_colocated(settings, requests)
+    ]

@@ -155,7 +155,7 @@ class SkeletonEngine:
         self._queue.append(part)  # and from now on it is a request like any other
 
     def suspend_transfer(self, transfer: TransferId) -> DeviceEvent | None:
-        """Compute no more of it, keep every byte.  Returns what completes when launched work has: here it has (C5.3)."""
+        """Compute no more of it, keep all bytes.  Returns what completes once launched work has; here it has (C5.3)."""
         part = self._parts.get(transfer)
         if part is not None:
             part.suspended = True
@@ -255,7 +255,7 @@ class SkeletonEngine:
         return StepOutput(transfer, (token,), finish_reason=reason)
 
     def _forward(self, sequence: KVSequence, end: int) -> toy.Floats:
-        """Write K and V of tokens ``[valid, end)``; the hidden state behind the last.  Fill in: your model's forward."""
+        """Write K and V of tokens ``[valid, end)``; the hidden state behind the last.  Fill in: your forward."""
         start = sequence.valid
         blocks = np.array(sequence.tables[0])
         where, row = np.divmod(np.arange(end), self._options.block_tokens)
