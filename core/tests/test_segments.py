@@ -103,6 +103,25 @@ class TestValue:
         with pytest.raises(SegmentError):
             Segments.of(triples)
 
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize(
+        ("triple", "text"),
+        [
+            ((0, -5, 10), "offsets are at least 0"), ((0, 5, 0), "lengths at least 1"),
+            ((0, 5, -3), "lengths at least 1"),
+            ((0, 2**63, 1), "does not fit 64 bits"), ((2**31, 0, 1), "does not fit 32 bits"),
+        ],
+    )  # fmt: skip
+    def test_one_that_is_none_is_refused(self, triple, text):
+        with pytest.raises(SegmentError, match=text):
+            Segments.one(*triple)
+
+    def test_one_is_a_list_of_one(self):
+        one = Segments.one(3, 100, 7)
+        assert one.triples() == [(3, 100, 7)]
+        assert one == Segments([3], [100], [7])
+        assert [column.dtype for column in (one.region, one.offset, one.length)] == [np.int32, np.int64, np.int64]
+
     def test_of_triples_and_back(self):
         triples = [(3, 100, 7), (0, 0, 1)]
         assert Segments.of(triples).triples() == triples
