@@ -245,7 +245,7 @@ def test_a_dead_prefill_stage_costs_its_transfers_only(world: Deployment, reach:
     world.run_until(world.idle)
     assert world.d is None
     world.add_stage("prefill-0", Role.PREFILL)
-    world.run_until(world._connected)
+    world.run_until(world.connected)
     world.submit("b", REQUEST)
     world.run_until(world.idle)
     world.check_answer("b")
@@ -263,7 +263,7 @@ def test_a_dead_decode_stage_costs_its_transfers_only(world: Deployment, reach: 
     world.run_until(world.idle)
     assert world.p is None
     world.add_stage("decode-0", Role.DECODE)
-    world.run_until(world._connected)
+    world.run_until(world.connected)
     world.submit("b", REQUEST)
     world.run_until(world.idle)
     world.check_answer("b")

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 from kvbaton import messages
+from kvbaton.bounds import FAIL_CLOSED
 from kvbaton.connector import Availability, ConnectorContext, ConnectorPlugin, Need, TransferConnector
 from kvbaton.control import ChannelEvent, ChannelLost
 from kvbaton.control.inproc import InprocCoordinatorChannels
@@ -47,7 +48,7 @@ from kvbaton.engine import Request, Role
 from kvbaton.errors import KvbatonError
 from kvbaton.guard import GuardedConnector
 from kvbaton.handoff import effects as fx
-from kvbaton.handoff.coordinator import Choose, Coordinator, Deadlines, Limits, PeerView, least_loaded
+from kvbaton.handoff.coordinator import Choose, Coordinator, Deadlines, Limits, PeerView, Recovery, least_loaded
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.plugins import choose_connector
@@ -161,7 +162,8 @@ class Deployment:
 
     ``models`` gives a role a model of its own, which no correct deployment has.  ``narrow``: capabilities that the
     connector's instances take back.  ``stepped``: use the plugin's stepped mode where it has one.  ``between`` runs
-    after every turn.  ``connected`` False: do not wait until the stages are.
+    after every turn.  ``recovery``: the coordinator's; who is to be started again is.  ``connected`` False: do not wait
+    until the stages are.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class Deployment:
         settings: Mapping[str, object] | None = None,
         limits: Limits | None = None,
         deadlines: Deadlines | None = None,
+        recovery: Recovery = FAIL_CLOSED,
         choose: Choose = least_loaded,
         clock: Callable[[], float] | None = None,
         seed: int | None = None,
@@ -231,12 +234,12 @@ class Deployment:
         self._doomed: list[StageSeat] = []
         #: Of the stages that were started again.
         self._former: list[StageSeat] = []
-        self.coordinator = Coordinator(limits or Limits(), deadlines or Deadlines(), choose)
+        self.coordinator = Coordinator(limits or Limits(), deadlines or Deadlines(), choose, recovery=recovery)
         for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for index in range(count):
                 self.add_stage(f"{role.value}-{index}", role)
         if connected:
-            self.run_until(self._connected, "T2: every prefill stage is connected to every decode stage")
+            self.run_until(self.connected, "T2: every prefill stage is connected to every decode stage")
 
     # -- stages --------------------------------------------------------------------------------------------------------
 
@@ -264,7 +267,7 @@ class Deployment:
     def restart(self, name: str) -> StageSeat:
         """Start a crashed stage again and wait until it is connected."""
         seat = self.add_stage(name, self.seats[name].engine.role)
-        self.run_until(self._connected, f"T2: {name} is connected again under a new epoch")
+        self.run_until(self.connected, f"T2: {name} is connected again under a new epoch")
         return seat
 
     def crash(self, name: str) -> None:
@@ -292,7 +295,8 @@ class Deployment:
         seat.joined = True
         self._carry_out(self.coordinator.peer_joined(seat.peer, self.clock()))
 
-    def _connected(self) -> bool:
+    def connected(self) -> bool:
+        """Every prefill stage that lives and every decode stage that does."""
         prefills = [s.peer for s in self.seats.values() if s.engine.role is Role.PREFILL and not s.over]
         decodes = [s.peer for s in self.seats.values() if s.engine.role is Role.DECODE and not s.over]
         return all(self.coordinator.connected(p, d) for p in prefills for d in decodes)
@@ -543,6 +547,8 @@ class Deployment:
                     seat = self.seats.get(peer.name)
                     if seat is not None and seat.peer == peer and not seat.over:
                         self._doomed.append(seat)
+                case fx.Restart(name):
+                    self.add_stage(name, self.seats[name].engine.role)
                 case fx.Violation():
                     self.violations.append(effect)
                 case fx.Fault():

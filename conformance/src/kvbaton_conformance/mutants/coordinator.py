@@ -249,6 +249,19 @@ add(
     edit(C._blame, "silent = [peer for peer in stages if entry.asked.get(peer.id) == peer.words]", "silent = []"),
 )  # fmt: skip
 add(
+    "a-broken-connection-is-left", "two stages that live and lost their connection stay apart for ever", "C6.2 C6.4",
+    edit(C._broke, "if p.status is _UP and d.status is _UP and not (p.leaving or d.leaving):", "if False:"),
+)  # fmt: skip
+add(
+    "a-connection-is-given-up-in-silence", "nobody is told that a connection is mended no more where others serve",
+    "C6.3 C6.2",
+    edit(C._mend, "if not broken.hopeless:", "if needed and not broken.hopeless:"),
+)  # fmt: skip
+add(
+    "unproven-stays-with-c", "D is not asked for the receipts that P waits for", "C2.5 C6.7 C5.2 C6.1",
+    edit(C._unproven_p, "effects.append(SendTo(entry.d.id, message))", "pass"),
+)  # fmt: skip
+add(
     "the-drain-deadline-is-missing", "a stage that does not retire is waited for without end", "C6.7",
     edit(C._wind_up, "    self._set_deadline(entry, self._drain)\n", "    self._set_deadline(entry, None)\n"),
 )  # fmt: skip

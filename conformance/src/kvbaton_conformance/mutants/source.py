@@ -99,3 +99,7 @@ add(
     "nothing-is-said-to-be-fatal", "a stage that must not go on does not say so", "T8 C6.3",
     edit(P.fatal, ", Send(Fatal(cause))]", "]"),
 )  # fmt: skip
+add(
+    "unproven-is-not-said", "P does not say which chunks it cannot prove", "C2.5 C6.7 C5.2 C6.1",
+    edit(P._retire_if_quiet, "if record.chunks:\n", "if False:\n"),
+)  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from kvbaton import messages
 from kvbaton.engine import StepOutput
 from kvbaton.handoff import effects as fx
-from kvbaton.handoff.coordinator import Deadlines
+from kvbaton.handoff.coordinator import Deadlines, Recovery
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.deployment import Answer, Deployment
@@ -356,6 +356,37 @@ class Failure(DeploymentTopic):
         )  # fmt: skip
         world.let_go()
         world.run_until(world.idle, "C5.1: P retires by itself")
+        world.finish()
+
+    @pytest.mark.clause("C6.2", "C6.3", "C6.4")
+    @pytest.mark.mode("in-process")
+    def test_a_connection_that_broke_is_mended_or_given_up_aloud(self, open_deployment: OpenDeployment) -> None:
+        """Both ends live: one is started again for it, so often and no oftener, and then it is said."""
+        world = open_deployment(
+            stepped=True, narrow={"revocable": False}, recovery=Recovery(restarts=1), prefill=2, decode=2
+        )
+        p, d = world.seats["prefill-0"].peer, world.seats["decode-0"].peer
+        for restarted in (1, 0):
+            before = {name: seat.peer for name, seat in world.seats.items()}
+            world.seats[d.name].guard.disconnect(before[p.name])
+            world.run_until(lambda: len(world.letters(messages.PeerDown)) > 0, "C6.4: the stages tell that it is down")
+            world.settle()
+            world.advance(Deadlines().control + 1)
+            world.settle()
+            new = [name for name, seat in world.seats.items() if seat.peer != before[name]]
+            require(
+                len(new) == restarted, "C6.2", "a connection between two that live was not mended as often as it may be",
+                expected=f"{restarted} of them started again", seen=new,
+            )  # fmt: skip
+            if restarted:
+                world.run_until(world.connected, "C6.2: all are connected again")
+        told = [fault.cause for fault in world.faults if "has not helped" in fault.cause]
+        require(
+            len(told) == 1, "C6.3", "a connection that nothing mends is left as it is in silence", seen=world.faults
+        )
+        answer = world.submit("a", REQUEST)
+        world.run_until(lambda: answer.ended, "C6.4: the others serve")
+        world.check_answer("a")
         world.finish()
 
     @pytest.mark.clause("C6.4", "C6.7")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvbaton import messages
-from kvbaton.connector import PeerEvent
+from kvbaton.connector import PeerEvent, Receipt
 from kvbaton.errors import KvbatonError
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.table import DestinationPhase, SourcePhase
@@ -203,6 +203,28 @@ class Words(DeploymentTopic):
         )  # fmt: skip
         world.crash("prefill-0")
         after_a_death(world, subject)
+
+    @pytest.mark.clause("C5.2", "C6.7")
+    @pytest.mark.mode("in-process")
+    def test_ds_receipts_prove_what_p_cannot(self, world: Deployment) -> None:
+        """P does not know whether a chunk of an ended transfer is still written.  D's receipt of it says so, and both
+        retire.
+
+        Troubleshooting:
+        - P never retires: nobody asked D for its receipts, or its answer did not get to P.
+        """
+        answer = world.submit("a", REQUEST)
+        p = world.seats["prefill-0"]
+        p.gate.fail_next(broken_wire(), source_quiet=True, target_quiet=False)
+        world.run_until(lambda: answer.ended, "C6.3: a failed chunk ends its request")
+        world.settle()
+        require(
+            world.coordinator.credits_out(answer.transfer)[0], "C5.2", "P retired before anything was proven",
+            expected="P's credit out", seen=world.describe(),
+        )  # fmt: skip
+        world.seats["decode-0"].gate.inject(Receipt(p.peer, answer.transfer, 0))
+        world.run_until(world.idle, "C5.2: a receipt of what was unproven lets both retire")
+        world.finish()
 
     @pytest.mark.clause("C6.1")
     @pytest.mark.mode("in-process")
