@@ -375,7 +375,7 @@ class Failure(DeploymentTopic):
             world.settle()
             new = [name for name, seat in world.seats.items() if seat.peer != before[name]]
             require(
-                len(new) == restarted, "C6.2", "a connection between two that live was not mended as often as it may be",
+                len(new) == restarted, "C6.2", "a connection was not mended as often as it may be",
                 expected=f"{restarted} of them started again", seen=new,
             )  # fmt: skip
             if restarted:
