@@ -5,7 +5,7 @@ Its model name is ``scripted:SEED``.  Whole runtimes can be run without any fram
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,6 +45,9 @@ class ScriptedTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode(" ".join(f"{message['role']}: {message['content']}" for message in messages))
 
 
 class ScriptedPlugin:

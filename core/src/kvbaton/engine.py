@@ -263,3 +263,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also knows how its model wants a conversation written; to offer it is optional."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt for the assistant's next message.  Each of ``messages`` has a ``role`` and a ``content``.
+
+        Raises :class:`~kvbaton.errors.UnsupportedModel` where the model comes without a chat template, and
+        :class:`~kvbaton.errors.RequestRefused` where its template does not take these messages.
+        """

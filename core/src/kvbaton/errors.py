@@ -194,12 +194,20 @@ class TransferFailed(KvbatonError):
     the cause lies, or None."""
 
 
+class RequestOverdue(TransferFailed):
+    """A request's own deadline passed (C6.7); otherwise as :class:`TransferFailed`."""
+
+
 class RequestCancelled(KvbatonError):
     """A request was aborted, or ended with its runtime.  Facts: ``request``, ``cause``."""
 
 
 class RequestRefused(KvbatonError):
     """A request was not admitted; nothing is held for it.  Facts: ``request``, ``reason``."""
+
+
+class TooManyWaiting(RequestRefused):
+    """As many requests wait already as may; later there may be room."""
 
 
 class DuplicateRequest(RequestRefused):

@@ -129,18 +129,26 @@ class PDRuntime:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, request: Request, request_id: str | None = None, *, deadline: float | None = None
+        self,
+        request: Request,
+        request_id: str | None = None,
+        *,
+        deadline: float | None = None,
+        sink: Callable[[RequestOutput], None] | None = None,
     ) -> RequestKey:
         """Take a request; its outputs come from ``step``, or from ``stream`` if that is called for it.
 
-        ``deadline``: seconds from now after which it fails, wherever it is.
+        ``deadline``: seconds from now after which it fails, wherever it is.  ``sink`` is given the outputs instead: on
+        the coordinator's thread, so that it must neither block nor call back into the runtime, and perhaps before this
+        returns.
 
         Raises :class:`~kvbaton.errors.DuplicateRequest` for an id that is live,
         :class:`~kvbaton.errors.PromptTooLong` for what no stage can ever hold,
-        :class:`~kvbaton.errors.RequestRefused` beyond ``limits.waiting``,
+        :class:`~kvbaton.errors.TooManyWaiting` beyond ``limits.waiting``,
+        :class:`~kvbaton.errors.RequestRefused` for what is no request,
         :class:`~kvbaton.errors.RuntimeClosed`.
         """
-        return self._add(request, request_id, deadline, None)
+        return self._add(request, request_id, deadline, sink)
 
     def step(self, timeout: float = 0.0) -> list[RequestOutput]:
         """What is new of all requests that nobody streams; waits up to ``timeout`` seconds for the first."""

@@ -40,6 +40,7 @@ from kvbaton.errors import (
     PromptTooLong,
     ProtocolViolation,
     RequestCancelled,
+    RequestOverdue,
     RequestRefused,
     RuntimeClosed,
     SettingsError,
@@ -1018,7 +1019,8 @@ class Service:
             out = self._machine.credits_out(transfer) if transfer else (False, False)
             retained = tuple(name for name, held in zip((tracked.prefill, tracked.decode), out, strict=True) if held)
             held = f" (memory is held on {' and '.join(retained)} until it is proven quiet)" if retained else ""
-            error = TransferFailed(
+            kind = RequestOverdue if tracked.overdue else TransferFailed
+            error = kind(
                 f"request {key}{f', transfer {transfer}' if transfer else ''} failed{held}: {event.cause}",
                 request=key, transfer=transfer, cause=event.cause, retained=retained,
                 stage=event.peer.name if event.peer else None,

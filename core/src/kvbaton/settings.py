@@ -91,6 +91,20 @@ def _tcp(value: str) -> str:
 TcpAddress = Annotated[str, AfterValidator(_tcp)]
 
 
+_LISTEN = re.compile(r"(?:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])?:)?(?P<port>\d{1,5})")
+
+
+def _listen(value: str) -> str:
+    found = _LISTEN.fullmatch(value.strip())
+    if not found or int(found["port"]) > 65535:
+        raise PydanticCustomError("listen", "not an address; write HOST:PORT, such as 127.0.0.1:9400, or a port alone")
+    return f"{found['host'] or '127.0.0.1'}:{int(found['port'])}"
+
+
+#: ``HOST:PORT``; port 0 takes one that is free.
+ListenAddress = Annotated[str, AfterValidator(_listen)]
+
+
 class _Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
@@ -305,23 +319,39 @@ class ControlSettings(_Group):
         return self
 
 
-_LISTEN = re.compile(r"(?:(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])?:)?(?P<port>\d{1,5})")
-
-
-def _listen(value: str) -> str:
-    found = _LISTEN.fullmatch(value.strip())
-    if not found or int(found["port"]) > 65535:
-        raise PydanticCustomError("listen", "not an address; write HOST:PORT, such as 127.0.0.1:9400, or a port alone")
-    return f"{found['host'] or '127.0.0.1'}:{int(found['port'])}"
-
-
 class MetricsSettings(_Group):
     """Where Prometheus finds the metrics; needs `pip install 'kvbaton[metrics]'`."""
 
-    listen: Annotated[str, AfterValidator(_listen)] | None = None
+    listen: ListenAddress | None = None
     """Where the application serves `/metrics`: `127.0.0.1:9400`, or a port alone, which is then this host's own
     (loopback); port 0 is any that is free. Another host's name or `0.0.0.0` shows the metrics to whoever reaches it.
     Unset: nowhere."""
+
+
+class ServeSettings(_Group):
+    """The HTTP front, `kvbaton serve`."""
+
+    listen: ListenAddress = "127.0.0.1:8000"
+    """Where it listens: `HOST:PORT`. Port 0: one that is free. Beyond this host, set `api_key_file`, and put a proxy
+    with TLS before it."""
+    model_name: Annotated[str, Field(min_length=1)] | None = None
+    """What clients call the model. Unset: as `model` has it."""
+    api_key_file: Path | None = None
+    """File with the API keys that open `/v1`, one per line. Unset: whoever reaches the port may use it."""
+    max_tokens: Count = 256
+    """Most tokens of a chat answer where the request names no limit; less where the prompt leaves less room."""
+    requests: Count = 256
+    """Requests under way at once, waiting ones included; one more is answered 429."""
+    connections: Count = 1024
+    """Connections open at once, idle ones included; a request on one more is answered 503."""
+    max_body: Bytes = ByteSize(4 * MiB)
+    """Largest request body; a larger one is answered 413."""
+    read_timeout: Seconds = 30.0
+    """From a request's headers to the end of its body. Then: it is answered 408."""
+    timeout: Seconds = 600.0
+    """From a request to the end of its answer. Then: it is cancelled, and answered 504 or cut off."""
+    drain: Seconds = 30.0
+    """At shutdown, how long requests under way may take to end by themselves. Then: they are cancelled."""
 
 
 class Settings(_Group):
@@ -351,6 +381,8 @@ class Settings(_Group):
     """The channels between the coordinator and the stages."""
     metrics: MetricsSettings = MetricsSettings()
     """Where Prometheus finds the metrics."""
+    serve: ServeSettings = ServeSettings()
+    """The HTTP front, `kvbaton serve`."""
 
     @model_validator(mode="after")
     def _hosts(self) -> Settings:

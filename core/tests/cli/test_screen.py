@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from kvbaton.cli.screen import Detokenizer, Front, PipeScreen, SilentScreen, Tally, TerminalScreen, screen_for
+from kvbaton.cli.screen import Front, PipeScreen, SilentScreen, Tally, TerminalScreen, screen_for
+from kvbaton.detokenizer import Detokenizer
 from kvbaton.hooks import Hooks
 
 

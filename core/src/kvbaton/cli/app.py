@@ -95,6 +95,7 @@ _KEYS = {
     "--decode": "stages.decode",
     "--launch": "stages.launch",
     "--connect": "control.connect",
+    "--listen": "serve.listen",
 }
 
 
@@ -211,6 +212,41 @@ def run_command(
         sampling = {name: number(name, text) for name, text in written.items() if text is not None}
         found = gather(prompt or (), prompts, sampling)
         status = run(settings, found, compare=compare, as_object=as_json, profile=profile)
+    raise typer.Exit(status)
+
+
+@app.command("serve")
+def serve_command(
+    config: ConfigFile = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="HOST:PORT", help="Where to listen (127.0.0.1:8000).", show_default=False),
+    ] = None,
+    model: Model = None,
+    transport: Transport = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    launch: Launch = None,
+    transport_option: TransportOption = None,
+    engine_option: EngineOption = None,
+    assign: Set = None,
+    debug: Debug = False,
+) -> None:
+    """Serve an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C; what is under way then may end first."""
+    _begin(debug)
+    with explained(debug=debug):
+        single = {
+            "--listen": listen,
+            "--model": model,
+            "--transport": transport,
+            "--prefill": prefill,
+            "--decode": decode,
+            "--launch": launch,
+        }
+        settings, _ = _settings(config, single, transport_option, engine_option, assign)
+        from kvbaton.cli.serve import serve
+
+        status = serve(settings)
     raise typer.Exit(status)
 
 

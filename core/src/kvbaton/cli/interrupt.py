@@ -7,6 +7,7 @@ is only noted and the loop acts on it.  Everywhere else (start-up, the compariso
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ class Interrupt:
         self.requested = False
         self._noting = False
         self._before: dict[int, Any] = {}
+        self._bell, self._ringer = os.pipe()
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
@@ -38,6 +40,8 @@ class Interrupt:
     ) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
+        os.close(self._bell)
+        os.close(self._ringer)
 
     def note(self) -> None:
         """From now on the first Ctrl-C sets ``requested`` and raises nothing."""
@@ -47,6 +51,14 @@ class Interrupt:
         """From now on the first Ctrl-C raises ``KeyboardInterrupt`` again."""
         self._noting = False
 
+    def wait(self) -> None:
+        """Until the first Ctrl-C, or :meth:`wake`."""
+        select.select([self._bell], [], [])
+
+    def wake(self) -> None:
+        """End :meth:`wait`; from any thread."""
+        os.write(self._ringer, b"!")
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.requested:
             say("interrupted again: forced to stop without waiting for what is under way")
@@ -54,5 +66,6 @@ class Interrupt:
             # no clean-up that could wait: spawned stages see their death pipe close
             os._exit(INTERRUPTED)
         self.requested = True
+        self.wake()
         if not self._noting:
             raise KeyboardInterrupt

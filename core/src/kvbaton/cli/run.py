@@ -14,7 +14,8 @@ from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, exit_status, 
 from kvbaton.cli.interrupt import Interrupt
 from kvbaton.cli.prompts import Prompt
 from kvbaton.cli.report import Answer, as_json, differences, print_tables, verdict
-from kvbaton.cli.screen import Detokenizer, Front, Screen, Tally, screen_for
+from kvbaton.cli.screen import Front, Screen, Tally, screen_for
+from kvbaton.detokenizer import Detokenizer
 from kvbaton.engine import Request
 from kvbaton.errors import KvbatonError, RequestRefused, SettingsError
 from kvbaton.runtime import PDRuntime, run_colocated

@@ -40,7 +40,7 @@ from kvbaton.bounds import Deadlines as Deadlines
 from kvbaton.bounds import Limits as Limits
 from kvbaton.bounds import Recovery as Recovery
 from kvbaton.engine import FinishReason, Request, Role
-from kvbaton.errors import DuplicateRequest, LocalProtocolError, PromptTooLong, RequestRefused, RuntimeClosed
+from kvbaton.errors import DuplicateRequest, LocalProtocolError, PromptTooLong, RuntimeClosed, TooManyWaiting
 from kvbaton.handoff.credits import Ledger
 from kvbaton.handoff.effects import (
     Ask,
@@ -422,7 +422,7 @@ class Coordinator:
         """Take a request; it is placed now or waits.  One terminal :class:`Ended` follows for it, whatever happens.
 
         Raises (nothing was changed) :class:`DuplicateRequest` where ``key`` is live, :class:`PromptTooLong` where no
-        stage that is up could ever hold it, :class:`RequestRefused` where too many wait, :class:`RuntimeClosed` after
+        stage that is up could ever hold it, :class:`TooManyWaiting` where too many wait, :class:`RuntimeClosed` after
         :meth:`fatal`.
         """
         self._tick(now)
@@ -433,7 +433,7 @@ class Coordinator:
                 f"request {key!r} is still live; wait for its end, abort it, or choose another id", request=key
             )
         if len(self._queue) >= self._limits.waiting:
-            raise RequestRefused(
+            raise TooManyWaiting(
                 f"request {key!r}: {len(self._queue)} requests wait already; try later, or raise limits.waiting",
                 request=key, reason="too many wait",
             )  # fmt: skip

@@ -36,13 +36,14 @@ from typing import Any, Protocol
 
 import torch
 from filelock import FileLock
+from jinja2 import TemplateError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as gguf_loading
 from transformers.utils import logging as transformers_logging
 
 from kvbaton.engine import Tokenizer
-from kvbaton.errors import ModelError, ModelNotFound, UnsupportedModel, closest
+from kvbaton.errors import ModelError, ModelNotFound, RequestRefused, UnsupportedModel, closest
 from kvbaton_transformers import support
 from kvbaton_transformers.looped import LoopedModel, LoopOptions
 from kvbaton_transformers.random_weights import BYTES, random_model, tiny_llama_config, tiny_qwen_config
@@ -160,6 +161,19 @@ class _CheckpointTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """See :class:`~kvbaton.engine.ChatTokenizer`.  The template runs in transformers' sandbox."""
+        if not self._tokenizer.chat_template:
+            raise UnsupportedModel("the model comes without a chat template", missing=("a chat template",))
+        try:
+            prompt: Any = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            reason = _first(str(error))
+            raise RequestRefused(f"the model's chat template refuses the messages: {reason}", reason=reason) from error
+        return list(prompt)
 
 
 # -- places a model can come from --------------------------------------------------------------------------------------
