@@ -1,6 +1,8 @@
 """A front over a runtime of threads and scripted engines, at a free port of this host."""
 
 import contextlib
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -35,9 +37,22 @@ class Front:
         self.clients.append(openai.OpenAI(**how))
         return self.clients[-1]
 
+    def dial(self, path: str = "/v1/completions", **body) -> socket.socket:
+        """A connection on which a request was sent, and nothing was read."""
+        content = json.dumps({"model": MODEL, **body}).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+        line = socket.create_connection((self.server.host, self.server.port), PATIENCE)
+        line.sendall(head.encode() + b"\r\n\r\n" + content)
+        return line
+
     @property
     def live(self) -> int:
-        return self.runtime.statistics()["coordinator"]["live"]
+        return self.books["live"]
+
+    @property
+    def books(self) -> dict:
+        """The coordinator's alone: a stage answers after its step, and some stand still in theirs."""
+        return self.runtime._service.call(self.runtime._service._books)
 
 
 @contextlib.contextmanager

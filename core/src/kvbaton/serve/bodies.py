@@ -58,6 +58,14 @@ def _wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("value", "{text}", {"text": message})
 
 
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _wrong("the text holds half a surrogate pair, which is no character") from None
+    return text
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -104,6 +112,7 @@ class Body(BaseModel, abc.ABC):
         texts = [stop] if isinstance(stop, str) else stop or []
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
             raise _wrong("stop is a text or a list of texts, none of them empty")
+        texts = [_unicode(text) for text in texts]
         if len(texts) > _STOPS or any(len(text) > _STOP_LENGTH for text in texts):
             raise _wrong(f"at most {_STOPS} stop texts of at most {_STOP_LENGTH} characters are taken")
         return texts
@@ -167,7 +176,7 @@ class CompletionBody(Body):
             raise _wrong("prompt is a text or a list of token ids")
         if not prompt:
             raise _wrong("prompt is empty; give at least one token")
-        return prompt
+        return _unicode(prompt) if isinstance(prompt, str) else prompt
 
     @property
     def limit(self) -> int | None:
@@ -208,14 +217,14 @@ class Message(BaseModel):
     @classmethod
     def _text(cls, content: Any) -> str:
         if content is None or isinstance(content, str):
-            return content or ""
+            return _unicode(content or "")
         if not isinstance(content, list):
             raise _wrong("content is a text or a list of parts")
         parts: Sequence[Any] = content
         for part in parts:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise _wrong('content has parts that are no text; only {"type": "text", "text": ...} is supported')
-        return "".join(part["text"] for part in parts)
+        return "".join(_unicode(part["text"]) for part in parts)
 
 
 class ChatBody(Body):

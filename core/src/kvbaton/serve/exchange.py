@@ -84,8 +84,8 @@ class Exchange(Response):
         text, end = "", None
         while end is None and not transcript.stopped:
             ids, end = await call.next()
-            text += transcript.push(ids)
             self._check(end)
+            text += transcript.push(ids)
         text += transcript.finish()
         content = self._shape.whole(text, _reason(transcript, end), _usage(call, transcript, end))
         await self._begin(send, {"content-type": "application/json"})
@@ -96,7 +96,8 @@ class Exchange(Response):
         end: RequestOutput | None = None
         while end is None and not transcript.stopped:
             ids, end = await call.next()
-            self._check(end)
+            if not self._started:
+                self._check(end)
             text = transcript.push(ids)
             if end is not None or transcript.stopped:
                 text += transcript.finish()
@@ -105,6 +106,7 @@ class Exchange(Response):
                 await _event(send, self._shape.opening())
             if text:
                 await _event(send, self._shape.piece(text))
+            self._check(end)
         await _event(send, self._shape.closing(_reason(transcript, end)))
         if self._request.include_usage:
             await _event(send, self._shape.tail(_usage(call, transcript, end)))

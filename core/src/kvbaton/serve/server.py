@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -98,8 +98,7 @@ class Server:
         self._readiness.end("shutting down")
 
         async def drain() -> bool:
-            for server in self._uvicorn.servers:
-                server.close()
+            await _stop_listening(self._uvicorn.servers)
             if self._bridge is None or await self._bridge.drained(seconds):
                 return True
             await self._bridge.stop(unavailable("shutting down: the request was cancelled"))
@@ -153,6 +152,22 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set_result(asyncio.get_running_loop())
+
+
+async def _stop_listening(servers: Sequence[asyncio.Server]) -> None:
+    """Close ``servers``, whose connections go on.
+
+    asyncio loses a connection that it has accepted but not yet handed over when its server is closed, so that none is
+    accepted for two turns before.
+    """
+    loop = asyncio.get_running_loop()
+    for server in servers:
+        for listening in server.sockets:
+            loop.remove_reader(listening.fileno())
+    for _ in range(2):
+        await asyncio.sleep(0)
+    for server in servers:
+        server.close()
 
 
 def _bind(listen: str) -> socket.socket:
