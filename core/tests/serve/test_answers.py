@@ -140,3 +140,10 @@ def test_health_and_the_schema(front):
         assert json.load(answer) == {"status": "ok", "reason": None, "stages": {"prefill-0": "up", "decode-0": "up"}}
     with urllib.request.urlopen(f"{front.url}/openapi.json", timeout=20) as answer:
         assert "/v1/chat/completions" in json.load(answer)["paths"]
+
+
+def test_the_metrics(front, client):
+    ask(client)
+    with urllib.request.urlopen(f"{front.url}/metrics", timeout=20) as answer:
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        assert "kvbaton_requests_" in answer.read().decode()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import time
 from collections.abc import Collection
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from kvbaton.errors import ConfigurationError
 from kvbaton.serve.answers import ChatShape, CompletionShape
 from kvbaton.serve.bodies import Body, ChatBody, CompletionBody
 from kvbaton.serve.bridge import Bridge
@@ -24,15 +21,18 @@ from kvbaton.serve.readiness import Readiness
 from kvbaton.serve.refusal import Refusal, bad, unavailable
 from kvbaton.settings import Settings
 
+if TYPE_CHECKING:
+    from kvbaton.observe.metrics import Metrics
+
 
 class Front:
-    """What the endpoints share.  ``bridge`` is there once the runtime is.  ``registry``: of Prometheus, or None."""
+    """What the endpoints share.  ``bridge`` is there once the runtime is."""
 
-    def __init__(self, settings: Settings, readiness: Readiness, registry: Any = None) -> None:
+    def __init__(self, settings: Settings, readiness: Readiness, metrics: Metrics | None) -> None:
         self.settings = settings
         self.model = settings.serve.model_name or settings.model
         self.readiness = readiness
-        self.registry = registry
+        self.metrics = metrics
         self.bridge: Bridge | None = None
         self.since = int(time.time())
 
@@ -104,26 +104,15 @@ def build(front: Front, keys: Collection[str]) -> FastAPI:
         return JSONResponse(content, 200 if reason is None else 503)
 
     @app.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        """Prometheus' text format."""
-        if front.registry is None:
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text format, or OpenMetrics where that is asked for."""
+        if front.metrics is None:
             raise Refusal(404, "there are no metrics: pip install 'kvbaton[metrics]'")
-        exposition = importlib.import_module("prometheus_client")
-        # collecting may ask the stages
-        text = await asyncio.to_thread(exposition.generate_latest, front.registry)
-        return Response(text, media_type=exposition.CONTENT_TYPE_LATEST)
+        # the stages are asked, which may take deadline.control
+        kind, text = await asyncio.to_thread(front.metrics.scrape, request.headers.get("accept"))
+        return Response(text, headers={"content-type": kind})
 
     return app
-
-
-def metrics_hook() -> Any:
-    """A new ``kvbaton.observe.metrics.Metrics``, whose ``registry`` ``/metrics`` shows; None where it is not there."""
-    try:
-        if importlib.util.find_spec("prometheus_client") is None:
-            return None
-        return importlib.import_module("kvbaton.observe.metrics").Metrics()
-    except (ModuleNotFoundError, ConfigurationError):
-        return None
 
 
 def _explained(error: RequestValidationError) -> Refusal:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import importlib.util
 import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from kvbaton.errors import KvbatonError, SettingsError
 from kvbaton.runtime import PDRuntime
-from kvbaton.serve.app import Front, build, metrics_hook
+from kvbaton.serve.app import Front, build
 from kvbaton.serve.bridge import Bridge
 from kvbaton.serve.door import read_keys
 from kvbaton.serve.readiness import Readiness
 from kvbaton.serve.refusal import unavailable
 from kvbaton.settings import Settings
+
+if TYPE_CHECKING:
+    from kvbaton.observe.metrics import Metrics
 
 #: Seconds that connections may take to close at the end.
 _PARTING = 5
@@ -44,8 +48,8 @@ class Server:
         self._settings = settings
         self._on_failure = on_failure
         self._readiness = Readiness()
-        self._metrics = metrics_hook()
-        self._front = Front(settings, self._readiness, getattr(self._metrics, "registry", None))
+        self._metrics = _metrics()
+        self._front = Front(settings, self._readiness, self._metrics)
         self._socket = _bind(settings.serve.listen)
         self.host, self.port = self._socket.getsockname()[:2]
         self._uvicorn = _Uvicorn(
@@ -168,6 +172,15 @@ async def _stop_listening(servers: Sequence[asyncio.Server]) -> None:
         await asyncio.sleep(0)
     for server in servers:
         server.close()
+
+
+def _metrics() -> Metrics | None:
+    """For ``/metrics``; None where the extra is not installed."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        return None
+    from kvbaton.observe.metrics import Metrics
+
+    return Metrics()
 
 
 def _bind(listen: str) -> socket.socket:
