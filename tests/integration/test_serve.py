@@ -48,10 +48,15 @@ class Served:
 
 #: What must be 0 where nothing is under way.
 NOTHING = (
-    r"kvbaton_requests\{", r"kvbaton_stage_transfers\{", r"kvbaton_inflight_", r"kvbaton_quarantined_",
-    r'kvbaton_credits\{.*state="reserved"', r'kvbaton_blocks\{.*state="(used|leased)"', "kvbaton_credit_returns_repeated",
+    r"kvbaton_requests\{",
+    r"kvbaton_stage_transfers\{",
+    "kvbaton_inflight_",
+    "kvbaton_quarantined_",
+    r'kvbaton_credits\{.*state="reserved"',
+    r'kvbaton_blocks\{.*state="(used|leased)"',
+    "kvbaton_credit_returns_repeated",
     "kvbaton_violations_total",
-)  # fmt: skip
+)
 
 
 def start(*arguments: str) -> Served:
