@@ -25,7 +25,10 @@ from . import console
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Pages whose blocks are run elsewhere.
-ELSEWHERE = {"docs/write-a-backend.md": "tests/test_write_a_backend.py grows its package and runs its commands"}
+ELSEWHERE = {
+    "docs/serve.md": "tests/integration/test_serve.py asks the server that it starts",
+    "docs/write-a-backend.md": "tests/test_write_a_backend.py grows its package and runs its commands",
+}
 PAGES = [
     ROOT / "README.md",
     *sorted(page for page in (ROOT / "docs").glob("*.md") if page.relative_to(ROOT).as_posix() not in ELSEWHERE),

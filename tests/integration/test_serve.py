@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import signal
@@ -10,16 +11,20 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 import pytest
+
+from kvbaton import load
 
 PROGRAM = "from kvbaton.cli import main; main()"
 MODEL = "smollm2"
@@ -128,6 +133,31 @@ def test_a_stop_text_and_a_seed(served: Served) -> None:
         assert drawn[0] == drawn[1]
         with pytest.raises(openai.BadRequestError, match="no prefill stage holds more"):
             client.completions.create(model=MODEL, prompt="word " * 5000)
+
+
+def blocks(language: str) -> list[str]:
+    """Of the page about serving."""
+    page = Path(__file__).parents[2] / "docs" / "serve.md"
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_pages_clients_are_served(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    asking, embedding = blocks("python")
+    exec(compile(asking.replace("http://127.0.0.1:8000", served.url), "serve.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+    exec(compile(embedding, "serve.md", "exec"), {})
+    assert "serving at http://127.0.0.1:" in capsys.readouterr().out
+    commands = blocks("console")[1].replace("http://127.0.0.1:8000", served.url).replace("\\\n", " ")
+    answers = []
+    for command in re.findall(r"^\$ (curl .*)$", commands, re.MULTILINE):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE, check=True)
+        answers.append(done.stdout)
+    assert " six" in json.loads(answers[0])["choices"][0]["text"]
+    assert answers[1].endswith("data: [DONE]\n\n")
+    assert answers[2] in blocks("console")[1]
+    assert "kvbaton_tokens_total" in answers[3]
+    for text in blocks("toml"):
+        load(overrides={"model": MODEL, **tomllib.loads(text)})
 
 
 @pytest.mark.clause("C2.5")
