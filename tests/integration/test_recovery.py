@@ -87,6 +87,7 @@ def test_a_killed_stage_is_started_again_and_nobody_else_is(victim: str) -> None
         until(lambda: books_balance(runtime), "C2.5: every credit is back")
         after = {name: runtime.stage(name).pid for name in runtime.stages}
         assert {name for name in before if before[name] != after[name]} == {victim}
+        assert not runtime._service._dying, "its end was seen, so no time runs for it any more (C1.3, T12)"
 
 
 @pytest.mark.clause("C6.2", "C6.3")

@@ -797,7 +797,10 @@ class Service:
                 f"C6.7: {peer} is lost and has not ended within deadline.startup of"
                 f" {self._settings.deadline.startup:g} s, so that it cannot be started again: a thread that hangs, say"
             )
-            self._carry_out(self._machine.start_failed(peer.name, now, final=text), now)
+            if peer in self._starting:  # it was killed because it did not report
+                self._carry_out(self._machine.start_failed(peer.name, now, final=text), now)
+            else:
+                self._carry_out(self._machine.never_ended(peer, now, text), now)
 
     def _close_censuses(self, now: float) -> None:
         """C9.2: those that everybody has answered, or whose time is over."""
@@ -969,8 +972,9 @@ class Service:
                 self._channels.remove(peer)
 
     def _kill(self, peer: PeerId, cause: str) -> None:
-        self._dying.setdefault(peer, time.monotonic() + self._settings.deadline.startup)
         handle = self._handles.get(peer)
+        if handle is not None and peer not in self._gone:  # else its end was seen: nobody waits for it (C1.3)
+            self._dying.setdefault(peer, time.monotonic() + self._settings.deadline.startup)
         self._hooks.tell("kvbaton_peer_lost", peer=peer, cause=cause)
         if handle is not None and handle.exit_status() is None:
             handle.kill()

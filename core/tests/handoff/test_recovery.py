@@ -465,6 +465,32 @@ def test_a_late_word_of_the_lost_life_does_not_count_as_service_of_the_next():
     assert "no decode stage is up" in desk.end("a").cause
 
 
+@pytest.mark.clause("C1.3", "C1.4", "C6.5", "C6.7")
+def test_a_life_that_does_not_end_says_nothing_of_the_lives_after_it():
+    desk = Desk((P0, D0))
+
+    def never_ended(peer):
+        return desk.did(desk.c.never_ended(peer, desk.now, f"{peer} has not ended"))
+
+    desk.kill(P0)
+    assert isinstance(never_ended(P0)[0], fx.Ignored), "its end was seen, and its successor is being started"
+    desk.come(again(P0))
+    desk.lose(again(P0))
+    desk.submit("a")
+    assert isinstance(never_ended(P0)[0], fx.Ignored), "another life's end is waited for"
+    assert isinstance(desk.c.start_failed(P0.name, desk.now)[0], fx.Ignored), "and no start is under way"
+    assert restarts(desk.join(again(P0))) == [P0.name]
+    assert isinstance(never_ended(again(P0))[0], fx.Ignored)
+    desk.come(again(P0, 3))
+    desk.life("a")
+    assert desk.end("a").ending is fx.Ending.FINISHED
+    desk.lose(again(P0, 3))
+    desk.submit("b")
+    assert [fault.cause for fault in orders(never_ended(again(P0, 3)), fx.Fault)] == [f"{again(P0, 3)} has not ended"]
+    assert desk.end("b").cause == "no prefill stage is up and takes requests"
+    assert not restarts(desk.join(again(P0, 3)))
+
+
 # -- requests wait for a stage that is expected ----------------------------------------------------------------------
 
 

@@ -582,21 +582,35 @@ class Coordinator:
         return self._settle(effects)
 
     def start_failed(self, name: str, now: float, *, final: str = "") -> Effects:
-        """A stage that was to be started again cannot be, or ended before it said Hello.
+        """A stage that was being started again cannot be, or ended before it said Hello.
 
-        ``final``: why it is not to be tried once more; it is welcome when it comes nevertheless.
+        ``final``: why it is not to be tried once more; it is welcome when it comes nevertheless.  Without effect while
+        its start still waits for the end of a life: see :meth:`never_ended`.
         """
         self._tick(now)
         effects: Effects = []
-        if name not in self._expected or self._stopping:
-            return [Ignored(None, "start failed", f"{name} is not expected")]
+        expected = self._expected.get(name)
+        if expected is None or expected.after is not None or self._stopping:
+            return [Ignored(None, "start failed", f"{name} is not being started again")]
         times = self._restarts.get(name, 0)
         if not final and times < self._recovery.restarts:
             self._restart(name, effects)
         else:
-            del self._expected[name]
-            effects.append(Fault(None, final or self._given_up(name)))
-            self._refuse_unserved(effects)
+            self._expect_no_more(name, final or self._given_up(name), effects)
+        return self._settle(effects)
+
+    def never_ended(self, peer: PeerId, now: float, cause: str) -> Effects:
+        """``peer`` is lost and its end is not seen in the time it had: whoever waits for its successor waits no longer.
+
+        That is about this life alone (C1.3, C1.4): where its end was seen, or another life's is awaited, it is without
+        effect.  Its successor is welcome when it comes nevertheless.
+        """
+        self._tick(now)
+        effects: Effects = []
+        expected = self._expected.get(peer.name)
+        if expected is None or expected.after != peer:
+            return [Ignored(None, "never ended", f"nobody waits for the end of {peer}")]
+        self._expect_no_more(peer.name, cause, effects)
         return self._settle(effects)
 
     def drain(self, peer: PeerId, now: float) -> Effects:
@@ -1241,6 +1255,11 @@ class Coordinator:
         expected = self._expected.get(end.name)
         if expected is not None and expected.after == end:
             self._restart(end.name, effects)
+
+    def _expect_no_more(self, name: str, cause: str, effects: Effects) -> None:
+        del self._expected[name]
+        effects.append(Fault(None, cause))
+        self._refuse_unserved(effects)
 
     def _restart(self, name: str, effects: Effects) -> None:
         self._expected[name].after = None
