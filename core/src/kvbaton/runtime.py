@@ -30,6 +30,7 @@ from kvbaton.engine import ColocatedEngine, Request, Role, StepOutput, Tokenizer
 from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused
 from kvbaton.hooks import Hooks
 from kvbaton.identity import RequestKey, new_transfer_id
+from kvbaton.observe.logs import set_level
 from kvbaton.plugins import choose_engine
 from kvbaton.profiling import Profiling
 from kvbaton.records import RequestOutput, RequestRecord, StageState
@@ -80,6 +81,7 @@ class PDRuntime:
         in one process only).  Raises a :class:`~kvbaton.errors.ConfigurationError` before anything is started, or
         :class:`~kvbaton.errors.StartupError` after everything was stopped again.
         """
+        set_level(settings.log)
         engine, options = choose_engine(settings.engine)
         engine.check(settings.model, options)
         observed = _metrics(settings, hooks)

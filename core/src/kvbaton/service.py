@@ -54,6 +54,7 @@ from kvbaton.hooks import Hooks, StageLoad
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.launch import Launcher, StageHandle, StageSpec
 from kvbaton.launch.pinning import pin
+from kvbaton.observe.log_line import relay
 from kvbaton.plugins import choose_placement
 from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.routing import policy
@@ -72,6 +73,12 @@ _BEATS = 4
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
 
+#: Where each milestone stands in the life of a transfer, for the log.
+_ORDER = {name: place for place, name in enumerate((
+    Milestones.PLACED, Milestones.RESERVED, Milestones.PREFILL_STARTED, Milestones.SOURCE_READY, Milestones.SUBMITTED,
+    Milestones.COMMITTED, HANDLE_DONE, Milestones.RECEIVED, Milestones.ACKNOWLEDGED, Milestones.IMPORTED,
+    Milestones.ACTIVATED, Milestones.FINISHED, Milestones.SOURCE_RETIRED, Milestones.DESTINATION_RETIRED,
+))}  # fmt: skip
 #: What is said for a stage that can say nothing any more.
 _ENDED = "the stage ended"
 
@@ -249,7 +256,10 @@ class Service:
                 directory=control.dir, max_message=int(control.max_message), heartbeat=control.heartbeat
             )
             # an orphan has its own shutdown deadline; the watchdog is for one that does not keep it
-            return sockets, ProcessLauncher(sockets, orphan_grace=2 * settings.deadline.shutdown)
+            return sockets, ProcessLauncher(
+                sockets, orphan_grace=2 * settings.deadline.shutdown, on_line=relay,
+                log_level=logging.getLogger("kvbaton").getEffectiveLevel(),
+            )  # fmt: skip
 
         service = cls(settings, hooks, progress, connect, specs)
         service._progress(
@@ -1099,7 +1109,8 @@ class Service:
         """
         new = {name: tracked.milestones[name] for name in (reached.milestone, *reached.timings)
                if name in tracked.milestones and name not in tracked.logged}  # fmt: skip
-        for name, seconds in sorted(new.items(), key=lambda item: item[1]):
+        # what a stage tells of at once is placed by its own clock, and bounded by ours: not in order
+        for name, seconds in sorted(new.items(), key=lambda item: _ORDER.get(item[0], 0)):
             tracked.logged.add(name)
             _log.debug(
                 "request %s, transfer %s: %s, by %s, after %.6f s",

@@ -354,6 +354,16 @@ class ServeSettings(_Group):
     """At shutdown, how long requests under way may take to end by themselves. Then: they are cancelled."""
 
 
+class LogSettings(_Group):
+    """What is logged, and how the command line writes it (to stderr)."""
+
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    """From which level on kvbaton logs, here and in the stages; `debug` has a line for each milestone of each request.
+    Unset: warnings, or what the application has chosen for its loggers."""
+    format: Literal["text", "json"] = "text"
+    """`json`: one object a line, with the ids (`request`, `transfer`, `stage`) as fields of their own."""
+
+
 class Settings(_Group):
     """Everything that a deployment can be told.  Made by :func:`load`."""
 
@@ -383,6 +393,8 @@ class Settings(_Group):
     """Where Prometheus finds the metrics."""
     serve: ServeSettings = ServeSettings()
     """The HTTP front, `kvbaton serve`."""
+    log: LogSettings = LogSettings()
+    """What is logged, and how the command line writes it."""
 
     @model_validator(mode="after")
     def _hosts(self) -> Settings:

@@ -18,6 +18,7 @@ from kvbaton.cli.assignments import assignments
 from kvbaton.cli.console import answers
 from kvbaton.cli.faults import BAD_INPUT, OK, explained, say
 from kvbaton.errors import PluginError, SettingsError
+from kvbaton.observe.logs import TextFormatter, begin
 from kvbaton.settings import Provenance, Settings, describe, load
 
 app = typer.Typer(
@@ -85,7 +86,9 @@ def _settings(
     for flag, value in single.items():
         if value is not None:
             give(_KEYS[flag], value, flag)
-    return load(config, overrides, os.environ, flags=flags, defaults=defaults)
+    settings, provenance = load(config, overrides, os.environ, flags=flags, defaults=defaults)
+    begin(settings.log, [handler for handler in logging.getLogger().handlers if isinstance(handler, _Stderr)])
+    return settings, provenance
 
 
 _KEYS = {
@@ -123,7 +126,8 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 def _begin(debug: bool) -> None:
     handler = _Stderr()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(TextFormatter())
+    logging.getLogger("kvbaton").setLevel(logging.NOTSET)  # what the settings say comes with them
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=[handler], force=True)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a model may write what this terminal cannot show

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Callable
 
 #: A carriage return starts a line anew (progress bars), which for a log is a line of its own.
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class LogRing:
-    """Holds the last ``lines`` lines, each cut at ``width`` bytes.  One thread feeds, any may read."""
+    """Holds the last ``lines`` lines, each cut at ``width`` bytes.  One thread feeds, any may read.
 
-    def __init__(self, lines: int, width: int = 2000) -> None:
+    ``shown``: what is kept of a line, for people to read; ``feed`` returns it as it came.
+    """
+
+    def __init__(self, lines: int, width: int = 4000, shown: Callable[[str], str] = str) -> None:
         self._lines: deque[str] = deque(maxlen=lines)
         self._width = width
+        self._shown = shown
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
@@ -39,5 +44,5 @@ class LogRing:
 
     def _keep(self, lines: list[bytes]) -> list[str]:
         found = [text for line in lines if (text := line[: self._width].decode(errors="replace").rstrip())]
-        self._lines.extend(found)
+        self._lines.extend(map(self._shown, found))
         return found

@@ -38,6 +38,7 @@ from kvbaton.launch import StageSpec
 from kvbaton.launch.exit_status import describe
 from kvbaton.launch.log_ring import LogRing
 from kvbaton.launch.worker import Order
+from kvbaton.observe.log_line import readable
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class ProcessHandle:
         # a process number is ours until it was waited for; the lock keeps a kill from coming after that
         self._reaping = threading.Lock()
         #: the watching thread's alone from here on
-        self.log = LogRing(log_lines)
+        self.log = LogRing(log_lines, shown=readable)
         self.lifeline = lifeline
         self.output: int | None = output
         self.pidfd: int | None = None
@@ -142,7 +143,7 @@ class ProcessLauncher:
     ``log_lines``: how many last lines are kept of each stage.  ``on_line(peer, line)`` sees every line, on the
     launcher's thread: be brief.  ``orphan_grace``: seconds after which a stage that outlives this process is ended by
     its own watchdog (one that hung before, without ever letting Python run, is not).  ``patience``: seconds that
-    ``close`` waits for a killed stage.
+    ``close`` waits for a killed stage.  ``log_level``: from which level on the stages log.
 
     Ownership: one thread, and while a stage lives its process and three descriptors; all are gone after ``close``.
     """
@@ -155,12 +156,14 @@ class ProcessLauncher:
         on_line: Callable[[PeerId, str], None] | None = None,
         orphan_grace: float = 60.0,
         patience: float = 10.0,
+        log_level: int = logging.WARNING,
     ) -> None:
         self._channels = channels
         self._log_lines = log_lines
         self._on_line = on_line
         self._orphan_grace = orphan_grace
         self._patience = patience
+        self._log_level = log_level
         self._lock = threading.Lock()
         self._new: deque[ProcessHandle] = deque()
         self._running: set[ProcessHandle] = set()
@@ -232,6 +235,7 @@ class ProcessLauncher:
                 output=output_read,
                 path=[str(entry) or str(Path.cwd()) for entry in sys.path],
                 orphan_grace=self._orphan_grace,
+                log_level=self._log_level,
             )
             try:
                 line = msgspec.json.encode(order) + b"\n"

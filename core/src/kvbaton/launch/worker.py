@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from kvbaton.errors import ConfigurationError
 from kvbaton.launch import StageSpec
 from kvbaton.launch.entry import resolve
 from kvbaton.launch.lifeline import ProcessLifeline
+from kvbaton.observe import log_line
 
 #: Seconds that a coordinator may take to die once it has begun to.
 _DYING: Final = 0.5
@@ -34,6 +36,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     ``output``: the descriptor of the reading end of what the stage prints into.
     ``path``: the launcher's module search path, so that the entry is found where the application would find it.
+    ``log_level``: from which level on it logs.
     ``orphan_grace``: seconds after which a stage without a coordinator is ended if it has not ended by itself.
     """
 
@@ -43,6 +46,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     output: int
     path: list[str]
     orphan_grace: float
+    log_level: int = logging.WARNING
 
 
 def main() -> int:
@@ -60,6 +64,7 @@ def main() -> int:
         return 1
     order = msgspec.json.decode(line, type=Order)
     sys.path[:] = order.path
+    log_line.begin(sys.stderr, order.log_level)
     with contextlib.suppress(OSError):  # what ps and top call this process; the kernel keeps 15 bytes of it
         Path("/proc/self/comm").write_text(f"kvb:{order.spec.name}"[:15])
 

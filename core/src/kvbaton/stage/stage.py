@@ -357,15 +357,24 @@ class Stage(ABC):
                 self._counts["faults"] += 1
                 # the coordinator hears of it, and the caller from there
                 held = "; memory is held until it is proven quiet" if retained else ""
-                _log.info("%s: %s%s%s", self.peer, cause, f" (transfer {transfer})" if transfer else "", held)
-            case fx.Ignored(_, event, reason):
+                about = f" (transfer {transfer})" if transfer else ""
+                _log.info("%s: %s%s%s", self.peer, cause, about, held, extra=self._about(transfer))
+            case fx.Ignored(transfer, event, reason):
                 self._counts["ignored"] += 1
-                _log.debug("%s: ignored %s: %s", self.peer, event, reason)
+                if _log.isEnabledFor(logging.DEBUG):
+                    _log.debug("%s: ignored %s: %s", self.peer, event, reason, extra=self._about(transfer))
             case fx.Violation(clause, transfer, peer, text):
                 self._counts[f"violations_{clause}"] += 1
-                _log.error("%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer)
+                _log.error(
+                    "%s: %s violation by %s: %s (transfer %s)", self.peer, clause, peer or "C", text, transfer,
+                    extra={**self._about(transfer), "clause": clause},
+                )  # fmt: skip
             case _:
                 self._on_role_effect(effect)
+
+    def _about(self, transfer: TransferId | None) -> dict[str, str | None]:
+        """What a log record is about."""
+        return {"stage": self.peer.name, "transfer": transfer}
 
     def _send(self, message: messages.Message) -> None:
         match message:
