@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,18 @@ def read(app: Any, docname: str, source: list[str]) -> None:
         return
     if docname == "index":  # a pattern of a toctree that nothing matches is a warning
         source[0] = _GLOB.sub(lambda line: line[0] if any(page.parent.glob(f"{line[1]}.md")) else "", source[0])
+        source[0] = source[0].replace("OTHERS\n", _others(source[0], page.parent))
     text = borrowed.relinked(source[0], page.parent, page.parent, REPOSITORY)
     if docname == "protocol":
         text = _drawn(text)
     source[0] = text
+
+
+def _others(index: str, folder: Path) -> str:
+    """Pages that no list of the index names or matches, so that a new page is in the site at once."""
+    listed = re.findall(r"^([\w*/-]+)$", index, re.MULTILINE)
+    pages = [page.stem for page in sorted(folder.glob("*.md")) if page.stem not in ("README", "index")]
+    return "".join(f"{page}\n" for page in pages if not any(fnmatch(page, pattern) for pattern in listed))
 
 
 def _drawn(text: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 #: Seconds that one command may take.
-PATIENCE = 110
+PATIENCE = 240
 _FIGURE = re.compile(r"\d[\d,]*\.\d+")
 
 

@@ -16,6 +16,7 @@ from unittest import SkipTest
 
 import pytest
 from sybil import Document, Example, Region, Sybil
+from sybil.evaluators.skip import Skipper
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
@@ -33,8 +34,8 @@ PAGES = [
     ROOT / "README.md",
     *sorted(page for page in (ROOT / "docs").glob("*.md") if page.relative_to(ROOT).as_posix() not in ELSEWHERE),
 ]
-#: Languages of blocks that are no code: pictures, and text as it is.
-PROSE = {"mermaid", "text", "{toctree}", "{literalinclude}"}
+#: Languages of blocks that are no code of ours: pictures, text as it is, settings of other programs.
+PROSE = {"mermaid", "text", "yaml", "{toctree}", "{literalinclude}"}
 
 
 def run_commands(example: Example) -> None:
@@ -78,10 +79,22 @@ SYBIL = Sybil(
     ]
 )
 DOCUMENTS = {page: SYBIL.parse(page) for page in PAGES}
-EXAMPLES = [
-    pytest.param(page, example, id=f"{page.relative_to(ROOT).as_posix()}:{example.line}")
+
+
+def blocks(document: Document) -> Iterator[list[Example]]:
+    """Each block of a page, behind the directives that are about it."""
+    together: list[Example] = []
+    for example in document.examples():
+        together.append(example)
+        if not isinstance(example.region.evaluator, Skipper):
+            yield together
+            together = []
+
+
+BLOCKS = [
+    pytest.param(page, together, id=f"{page.relative_to(ROOT).as_posix()}:{together[-1].line}")
     for page, document in DOCUMENTS.items()
-    for example in document.examples()
+    for together in blocks(document)
 ]
 
 
@@ -95,14 +108,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
     return made
 
 
-@pytest.mark.parametrize(("page", "example"), EXAMPLES)
+@pytest.mark.timeout(300)  # a machine that runs everything else meanwhile
+@pytest.mark.parametrize(("page", "together"), BLOCKS)
 def test_a_block_does_what_its_page_says(
-    page: Path, example: Example, folders: dict[Path, Path], monkeypatch: pytest.MonkeyPatch
+    page: Path, together: list[Example], folders: dict[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folders[page])
-    example.document.namespace["folder"] = folders[page]
+    together[-1].document.namespace["folder"] = folders[page]
     try:
-        example.evaluate()
+        for example in together:
+            example.evaluate()
     except SkipTest as reason:
         pytest.skip(f"not run: {reason}")
 
