@@ -1,7 +1,7 @@
 """Builds every distribution and tries each from its wheel, alone, in an empty environment of its own.
 
-For each distribution: build the sdist, and the wheel from the sdist; look into the wheel (``py.typed``, licence, no
-stray files); install it with its dependencies and nothing else; import it and load its entry points; see that torch
+For each distribution: build the sdist, and the wheel from the sdist; look into both (``py.typed``, licence, the tests in
+the sdist, no stray files) and at what an index would show of them (``twine check``); install it with its dependencies and nothing else; import it and load its entry points; see that torch
 came along only where it is a declared dependency; then add what its tests need (its dependency group ``test``,
 first-party members taken from the wheels just built; and ``test-without-dependencies``) and run its tests on a copy,
 so that nothing can come from the source tree.  Where all are tried, the doors of the conformance kit are opened too
@@ -9,6 +9,7 @@ so that nothing can come from the source tree.  Where all are tried, the doors o
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones
+    python tools/check_wheels.py --into dist --tag v0.1.0    # a release: build and look at what is published
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tomllib
@@ -64,6 +66,16 @@ class Distribution:
         """File name of its wheel, by the rules of the wheel format."""
         return f"{self.package}-{self.version}-py3-none-any.whl"
 
+    @property
+    def sdist(self) -> str:
+        """File name of its sdist."""
+        return f"{self.package}-{self.version}.tar.gz"
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it is part of a release; the examples are not."""
+        return not self.folder.is_relative_to(ROOT / "examples")
+
 
 def distributions() -> list[Distribution]:
     """All of the workspace, in the order of their folders."""
@@ -109,6 +121,42 @@ def build(distribution: Distribution, into: Path) -> None:
     stray = [name for name in names if name.split("/")[0] not in (distribution.package, info)]
     if stray:
         raise Unfit(f"{distribution.wheel} holds files that are not its own: {stray}")
+    with tarfile.open(into / distribution.sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    for needed in ("pyproject.toml", "PKG-INFO", "README.md", "LICENSE", f"src/{distribution.package}/py.typed"):
+        if needed not in inside:
+            raise Unfit(f"{distribution.sdist} lacks {needed}")
+    if not any(name.startswith("tests/test_") or "/test_" in name for name in inside):
+        raise Unfit(f"{distribution.sdist} lacks its tests, by which who packages it sees that it works")
+    own = ("src", "tests", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore")
+    stray = [name for name in inside if name.split("/")[0] not in own or "__pycache__" in name]
+    if stray:
+        raise Unfit(f"{distribution.sdist} holds files that are not its own: {stray}")
+    run(
+        "asking what an index would show of it",
+        [sys.executable, "-m", "twine", "check", "--strict", wheel, into / distribution.sdist],
+        ROOT,
+    )
+
+
+def release(known: Sequence[Distribution], into: Path, tag: str) -> None:
+    """What a release publishes, built and looked at; raises :class:`Unfit`.
+
+    ``tag`` must be the version that all of them have, and the changelog must have it; empty: neither is looked at.
+    """
+    published = [distribution for distribution in known if distribution.is_published]
+    if tag:
+        wrong = [f"{d.name} {d.version}" for d in published if tag != f"v{d.version}"]
+        if wrong:
+            raise Unfit(f"the tag is {tag}, and these are of another version: {', '.join(wrong)}")
+        if f"## {tag[1:]} (" not in (ROOT / "CHANGELOG.md").read_text():
+            raise Unfit(f"CHANGELOG.md has no {tag[1:]}: run towncrier build --version {tag[1:]}")
+    into.mkdir(parents=True, exist_ok=True)
+    if any(into.iterdir()):
+        raise Unfit(f"{into} is not empty: what lies there would be published as well")
+    for distribution in published:
+        build(distribution, into)
+    print("\n".join(sorted(file.name for file in into.iterdir())))
 
 
 def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch: Path) -> None:
@@ -152,7 +200,13 @@ def main() -> int:
     known = distributions()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="one of: " + ", ".join(d.name for d in known))
-    chosen = parser.parse_args().names or [distribution.name for distribution in known]
+    parser.add_argument("--into", type=Path, metavar="DIR", help="build what a release publishes, and leave it there")
+    parser.add_argument("--tag", default="", metavar="vX.Y.Z", help="with --into: the version that it must have")
+    arguments = parser.parse_args()
+    if arguments.into is not None:
+        release(known, arguments.into.resolve(), arguments.tag)
+        return 0
+    chosen = arguments.names or [distribution.name for distribution in known]
     unknown = set(chosen) - {distribution.name for distribution in known}
     if unknown:
         parser.error(f"no such distribution: {', '.join(sorted(unknown))}")

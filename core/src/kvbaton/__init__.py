@@ -2,6 +2,29 @@
 
 The names below are the public surface; each is loaded from its module on first use, so that importing the package costs
 little and loads no transport and no framework.
+
+**An application** loads its settings, starts a runtime, adds requests and takes outputs:
+
+- :func:`~kvbaton.settings.load`, :class:`~kvbaton.settings.Settings`: what a deployment is told, and where from;
+- :class:`~kvbaton.runtime.PDRuntime`: the stages behind one face; :func:`~kvbaton.runtime.run_colocated`: the same
+  requests without a hand-off, for comparison (A1);
+- :class:`~kvbaton.engine.Request`, :class:`~kvbaton.engine.SamplingParams`: what is asked;
+- :class:`~kvbaton.records.RequestOutput`, :class:`~kvbaton.records.RequestRecord`: what is answered, and what it took;
+- :data:`~kvbaton.hooks.hookimpl`: marks the methods of an observer or of a policy;
+- :class:`~kvbaton.errors.KvbatonError`: the base of every error.
+
+**A transport** is a :class:`~kvbaton.connector.TransferConnector`, most simply a
+:class:`~kvbaton.connector.ConnectorBase`, over :class:`~kvbaton.connector.MemoryRegion`,
+:class:`~kvbaton.connector.Endpoint` and :class:`~kvbaton.connector.Chunk`; it reports
+:class:`~kvbaton.connector.Progress`, made of :class:`~kvbaton.connector.Completion` and
+:class:`~kvbaton.connector.Receipt`, and states :class:`~kvbaton.connector.Capabilities`.
+
+**An engine** is a :class:`~kvbaton.engine.StageEngine`; it answers through
+:class:`~kvbaton.engine.StageCallbacks`, and says by a :class:`~kvbaton.geometry.KVGeometry` of
+:class:`~kvbaton.geometry.Plane` and :class:`~kvbaton.geometry.Component` where its cache lies.
+
+**Values** of both: :class:`~kvbaton.segments.Segments`, :class:`~kvbaton.identity.PeerId`,
+:data:`~kvbaton.identity.TransferId`, :data:`~kvbaton.identity.RequestKey`.
 """
 
 from __future__ import annotations
