@@ -1,11 +1,11 @@
 """Builds every distribution and tries each from its wheel, alone, in an empty environment of its own.
 
-For each distribution: build the sdist, and the wheel from the sdist; look into both (``py.typed``, licence, the tests in
-the sdist, no stray files) and at what an index would show of them (``twine check``); install it with its dependencies and nothing else; import it and load its entry points; see that torch
-came along only where it is a declared dependency; then add what its tests need (its dependency group ``test``,
-first-party members taken from the wheels just built; and ``test-without-dependencies``) and run its tests on a copy,
-so that nothing can come from the source tree.  Where all are tried, the doors of the conformance kit are opened too
-(``check_doors.py``).
+For each distribution: build the sdist, and the wheel from the sdist; look into both (``py.typed``, licence, the tests
+in the sdist, no stray files) and at what an index would show of them (``twine check``); install the wheel with its
+dependencies and nothing else; import it and load its entry points; see that torch came along only where it is a
+declared dependency; then add what its tests need (its dependency group ``test``, first-party members taken from the
+wheels just built; and ``test-without-dependencies``) and run its tests on a copy, so that nothing can come from the
+source tree.  Where all are tried, the doors of the conformance kit are opened too (``check_doors.py``).
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones

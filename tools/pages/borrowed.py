@@ -60,13 +60,13 @@ def _relink(text: str, stands: Path, shown: Path, repository: str) -> str:
             return f"{link['text']}({_from(shown, GENERATED / f'{page}.md')}{anchor})"
         if name == "docs/README.md":
             return f"{link['text']}({_from(shown, DOCS / 'index.md')})"
-        if name == "benchmarks/results/results.md":
+        if name in ("benchmarks/results/results.md", "benchmarks/results/notes.md"):
             return f"{link['text']}({_from(shown, GENERATED / 'performance.md')})"
         if path.is_relative_to(DOCS):
             return f"{link['text']}({_from(shown, path)}{anchor})"
         if repository:
             return f"{link['text']}({repository.rstrip('/')}/blob/main/{name}{anchor})"
-        if path.is_dir():
+        if path.is_dir() or path.suffix == ".md":  # a page that is not in the site
             words = link["text"][1:-1]
             return words if f"`{name}`" in words or words == f"`{name}`" else f"{words} (`{name}`)"
         return f"{link['text']}({_from(shown, path)})"
