@@ -231,6 +231,16 @@ def test_a_stage_that_never_holds_what_it_should_is_not_preferred_until_it_does(
     assert it.choose("f", PROMPT)[1] == "decode-0"
 
 
+@pytest.mark.clause("C9.3")
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("found", [10**15, -5])
+def test_what_a_stage_claims_to_hold_costs_no_more_than_its_prompt(found: int) -> None:
+    deployment = Deployment()
+    deployment.serve("a", PROMPT)
+    deployment.serve("b", LONGER, found=(found, found))
+    assert deployment.policy.statistics()["entries"] <= 2 * 7 * len(ALL)
+
+
 @pytest.mark.clause("T12")
 def test_what_is_remembered_is_bounded_and_the_beginning_stays_longest() -> None:
     it = Deployment(entries=6)

@@ -200,6 +200,8 @@ class _Seen:
         elif expected:
             self._disappointed += 1
         known = self._known(asked)
+        # by whatever it says, the work is bounded by the prompt (C9.3)
+        found = min(max(found, 0), len(asked.prompt) // asked.block_tokens)
         for block in range(found, known):
             name = asked.name(block)
             if name is not None:

@@ -458,6 +458,24 @@ def test_only_pairs_that_are_connected_both_ways_are_offered():
     assert not desk.c.connected(P0, D0)
 
 
+@pytest.mark.clause("C7.4", "C9.3")
+@pytest.mark.parametrize("tokens", [-1, 17, 10**12, 2**63 - 1])
+@pytest.mark.parametrize("by", [P0, D0], ids=str)
+def test_no_stage_holds_more_of_a_prompt_than_there_is(by, tokens):
+    """Who chooses the next pair believes these figures, and goes through as many blocks."""
+    desk = Desk()
+    desk.submit("a", request(16, 16))
+    t = desk.placed("a")
+    if by == P0:
+        desk.life("a", "reserved")
+    word = Commit(t, 1, cached=tokens) if by == P0 else Reserved(Reservation(t, ((0,),), tokens, 0))
+    effects = desk.hear(by, word)
+    (violation,) = orders(effects, fx.Violation)
+    assert (violation.clause, violation.peer, violation.transfer) == ("C7.4", by, t)
+    assert not orders(effects, fx.Reached), "nobody is told"
+    assert "of a prompt of 16" in desk.ends("a")[0].cause
+
+
 @pytest.mark.parametrize("policy", ["raises", "invents"])
 def test_a_bad_placement_policy_takes_nothing_down(policy):
     def choose(key, what, pairs):

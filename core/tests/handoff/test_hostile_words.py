@@ -105,10 +105,11 @@ class Bedlam:
 
     def word(self):
         draw, t, n = self.draw, self.draw.choice(self.transfers), self.draw.randrange(-1, 4)
-        reservation = Reservation(t, ((0, 1),), 0, 0)
+        figure = draw.choice([0, 0, 0, 0, 1, 16, 17, -1, 2**62])
+        reservation = Reservation(t, ((0, 1),), figure, 0)
         kinds = [
-            Reserved(reservation), Rejected(t, "no", retry=n > 0), Progress(t, n), Commit(t, n), Received(t),
-            Activated(t), Output(t, n, (1,) * max(n, 0)), Finished(t, FinishReason.LENGTH),
+            Reserved(reservation), Rejected(t, "no", retry=n > 0), Progress(t, n), Commit(t, n, cached=figure),
+            Received(t), Activated(t), Output(t, n, (1,) * max(n, 0)), Finished(t, FinishReason.LENGTH),
             Failed(t, "no", unmoved=n > 1), Retired(t), Unproven(t, ((0, n),)), Release(t),
             Prefill(t, n, REQUEST, reservation, self.peer()),
             Hello(self.peer(), draw.choice(list(Role)), CAPACITY, b""), Connected(self.peer()),

@@ -793,6 +793,10 @@ class Coordinator:
         if entry.phase is not _RESERVING:
             self._late(entry, message, effects)
             return
+        length, valid = len(entry.waiting.request.prompt), message.reservation.valid
+        if not 0 <= valid <= length:  # observers and P believe it (C9.3)
+            self._violated(entry, entry.d, f"Reserved with {valid} valid tokens of a prompt of {length}", effects)
+            return
         self._move(entry, _PREFILLING)
         p = entry.p
         p.ordinal += 1  # numbered on its own channel, when it is sent (C1.2)
@@ -845,6 +849,14 @@ class Coordinator:
             text = f"commit of {count} chunks" + (f" after one of {entry.count}" if entry.count else "")
             self._violated(entry, entry.p, text, effects, "C7.2")
         elif entry.phase is _PREFILLING:
+            length = len(entry.waiting.request.prompt)
+            if not 0 <= message.cached <= length or message.segments < 0 or message.nbytes < 0:  # observers believe it
+                text = (
+                    f"Commit with {message.cached} cached tokens of a prompt of {length}, {message.segments} segments"
+                    f" and {message.nbytes} bytes"
+                )
+                self._violated(entry, entry.p, text, effects)
+                return
             self._move(entry, _COMMITTED)
             entry.count = count
             effects.append(SendTo(entry.d.id, message))
