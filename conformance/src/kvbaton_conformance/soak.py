@@ -315,7 +315,7 @@ def draw_plot(result: Result, title: str, file: Path) -> None:
             axes.plot(at, values, label=name, linewidth=1.1)
         axes.set_ylabel(label)
     for axes in rows:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=1.08 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
         axes.axvline(WARM_UP * at[-1], color="0.5", linestyle=":", linewidth=1)
     rows[1].legend(ncols=len(names), fontsize=8, loc="lower right")
@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = {"command": command, "machine": machine, "lines": lines}
         given.json.write_text(json.dumps({**asked, "samples": [asdict(sample) for sample in result.samples]}) + "\n")
     if given.plot is not None:
-        draw_plot(result, command, given.plot)
+        draw_plot(result, f"{given.transport}: {given.together} requests under way, {lines[0]}", given.plot)
     grown = [str(level) for level in result.levels() if not level.holds]
     if grown:
         print("BROKEN: T12: something grows: " + "; ".join(" ".join(line.split()) for line in grown))
