@@ -70,6 +70,12 @@ def test_a_hundred_runs_hold() -> None:
     assert sum(result.finished for result in results) > 200
 
 
+@pytest.mark.clause("C6.2")
+def test_a_connection_that_broke_is_not_whole_before_its_stage_has_said_so() -> None:
+    """A request that may not begin again fails by it, and that is what was asked for."""
+    assert play(Scenario.draw(3_000_000_010_455)).broken is None
+
+
 @pytest.mark.parametrize(
     ("guard", "clauses"),
     [

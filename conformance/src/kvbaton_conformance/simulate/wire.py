@@ -197,6 +197,11 @@ class Wire:
         mine.events.append(PeerEvent(other, up=False, quiet=True))
         return True
 
+    def joins(self, one: PeerId, other: PeerId) -> bool:
+        """Whether each of the two has its connection to the other up."""
+        ends = (self.connectors.get(one), other), (self.connectors.get(other), one)
+        return all(mine is not None and mine.links.get(peer) is Link.UP for mine, peer in ends)
+
     def drop(self, one: PeerId, other: PeerId, quiet: bool) -> bool:
         """``one`` finds its connection broken.  ``quiet``: its end is closed for good; else what is under way stays."""
         return self._end(one, other, quiet, Link.UP, "the connection broke")

@@ -449,12 +449,15 @@ class World:
 
     @property
     def whole(self) -> bool:
-        """Every stage is up and connected to all others."""
+        """Every stage is up and connected to all others, as the coordinator has it and as it is.
+
+        A fault is over once it has been told: a connection may have broken before and its stage not have said so yet.
+        """
         up = [view.peer for view in self.coordinator.peers() if view.status is PeerStatus.UP]
         living = [seat for seat in self.seats.values() if not (seat.over or seat.unnoticed or seat.doomed)]
         roles = {seat.peer: seat.role for seat in living}
         return len(up) == len(roles) == len(self.seats) and all(
-            self.coordinator.connected(p, d)
+            self.coordinator.connected(p, d) and self.wire.joins(p, d)
             for p in up if roles.get(p) is Role.PREFILL for d in up if roles.get(d) is Role.DECODE
         )  # fmt: skip
 
