@@ -284,6 +284,25 @@ def test_of_a_cancelled_transfer_the_receipts_of_what_was_sent_settle_it():
     assert len(m) == 0
 
 
+@pytest.mark.clause("C4", "T3")
+@pytest.mark.parametrize("cancelled", [False, True], ids=["received", "cancelled"])
+@pytest.mark.parametrize("unproven", [False, True], ids=["no-one-was-asked", "D-was-asked"])
+def test_an_ack_is_acknowledged_where_it_is_of_received_and_not_where_it_answers_unproven(cancelled, unproven):
+    """P fails by itself while the Ack of Received is under way, or C has ended the transfer before it heard that."""
+    m = Source()
+    t = prefill(m)
+    post(m, t, 2)
+    m.completion(done(t, 0, target=False))
+    m.completion(done(t, 1, source=unproven, target=False, how=Outcome.FAILED))
+    if cancelled:
+        assert isinstance(m.cancel(t)[0], fx.Ignored), "it drains already"
+    assert (m.phase(t), bool(m.chunks(t))) == (SourcePhase.DRAINING, True)
+    effects = m.ack(t)
+    assert effects[0] == fx.Acknowledge(t)
+    assert (fx.Milestone(t, "acknowledged") in effects) is not cancelled
+    assert isinstance(m.ack(t)[0], fx.Ignored)
+
+
 def _from(cause: Exception) -> TransportError:
     error = TransportError("C6.3: the transport raised while posting")
     error.__cause__ = cause

@@ -75,8 +75,8 @@ class _Engine(enum.Enum):
 
 
 class _Record:
-    __slots__ = ("acked", "assigned", "chunks", "closed", "computing", "destination", "engine", "freed", "phase",
-                 "queued", "transfer", "unproven")  # fmt: skip
+    __slots__ = ("acked", "assigned", "cancelled", "chunks", "closed", "computing", "destination", "engine", "freed",
+                 "phase", "queued", "transfer", "unproven")  # fmt: skip
 
     def __init__(self, transfer: TransferId, destination: PeerId) -> None:
         self.transfer = transfer
@@ -97,6 +97,8 @@ class _Record:
         self.engine = _Engine.RUNNING
         #: Every target is quiet by other evidence: D's receipts (Ack), or the end of D's process.
         self.acked = False
+        #: C has said Cancel, so it has not heard Received: an Ack after that answers Unproven.
+        self.cancelled = False
         #: The source memory was given back; only Retired is still owed.
         self.freed = False
 
@@ -164,8 +166,9 @@ class Source:
         ]
 
     def ack(self, transfer: TransferId) -> Effects:
-        """D has received everything: retire when quiet.  It is also evidence that no target is written any more
-        (T3).
+        """D has received everything, or, after Cancel, what was unproven: retire when quiet.
+
+        Either is evidence that no target is written any more (T3).
         """
         record = self._records.get(transfer)
         if not record:
@@ -176,7 +179,9 @@ class Source:
         if record.phase is _DRAINING and (record.acked or not (asked or (record.closed and not record.queued))):
             return [Ignored(transfer, "Ack", "repeated, or it never committed")]
         self._prove_targets(record)
-        effects: Effects = [Acknowledge(transfer), Milestone(transfer, Milestones.ACKNOWLEDGED)]
+        effects: Effects = [Acknowledge(transfer)]
+        if not record.cancelled:
+            effects.append(Milestone(transfer, Milestones.ACKNOWLEDGED))  # C4: of Received
         if record.phase is _COMMITTED:
             self._move(record, _DRAINING)
         self._retire_if_quiet(record, effects)
@@ -187,6 +192,7 @@ class Source:
         record = self._records.get(transfer)
         if not record:
             return [Ignored(transfer, "Cancel", "unknown transfer")]
+        record.cancelled = True
         if record.phase is _DRAINING:
             return [Ignored(transfer, "Cancel", "already draining")]
         effects: Effects = []
