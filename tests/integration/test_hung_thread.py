@@ -10,6 +10,7 @@ import pytest
 
 from kvbaton import PDRuntime, Request, SamplingParams, load
 from kvbaton.errors import KvbatonError
+from kvbaton.stage.stage import Stage
 from kvbaton_conformance.scripted import ScriptedEngine
 
 
@@ -33,6 +34,30 @@ def test_requests_wait_for_a_hung_thread_no_longer_than_a_start_may_take(monkeyp
         assert "deadline.step" in str(end.error)
         assert "no decode stage is up" in str(end.error)
         assert "memory is held on decode-0 until it is proven quiet" in str(end.error)
+    finally:
+        gate.set()
+        with contextlib.suppress(KvbatonError):  # the stage that was lost did not end as ordered
+            runtime.close()
+
+
+@pytest.mark.clause("C6.7")
+def test_who_dismisses_a_hung_thread_is_told_that_it_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    settings, _ = load(
+        overrides={
+            "model": "scripted:7", "engine.name": "kvbaton_conformance.scripted_plugin:plugin", "stages.decode": 2,
+            "transport.name": "loopback", "deadline.startup": 3.0, "deadline.shutdown": 0.2,
+        }
+    )  # fmt: skip
+    runtime = PDRuntime.start(settings)
+    advance = Stage.advance
+    monkeypatch.setattr(
+        Stage, "advance", lambda self: advance(self) if self.peer.name != "decode-0" or gate.wait(30) else None
+    )
+    try:
+        for _ in range(2):  # the second call finds it as the first has left it
+            assert not runtime.dismiss("decode-0")
+        assert not gate.is_set()
     finally:
         gate.set()
         with contextlib.suppress(KvbatonError):  # the stage that was lost did not end as ordered

@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
 from kvbaton.connector import Need
-from kvbaton.errors import KvbatonError, TransferFailed
+from kvbaton.errors import KvbatonError, LocalProtocolError, TransferFailed
 from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
@@ -111,6 +111,27 @@ def test_with_recovery_off_a_death_ends_its_requests_and_is_final(runtime: PDRun
     assert "SIGKILL" in str(told.error)
     later = record(runtime, runtime.add_request(request(2), "b"))
     assert "no decode stage is up" in str(later.error)
+
+
+@pytest.mark.clause("C6.3", "C6.4", "C6.7")
+def test_a_stage_that_hangs_while_it_is_dismissed_is_killed_and_joined() -> None:
+    with contextlib.suppress(KvbatonError):  # it did not end as ordered
+        with start("example_shm", stages__prefill=1, deadline__shutdown=1.0, deadline__startup=20.0) as runtime:
+            os.kill(runtime.stage("decode-1").pid, signal.SIGSTOP)
+            assert not runtime.dismiss("decode-1", timeout=0.1)
+            answers: list[bool] = []
+            waiting = [threading.Thread(target=lambda: answers.append(runtime.dismiss("decode-1"))) for _ in range(2)]
+            for one in waiting:
+                one.start()
+            for one in waiting:
+                one.join(20.0)
+            assert answers == [True, True]
+            assert runtime.stage("decode-1").status == -signal.SIGKILL
+            told = record(runtime, runtime.add_request(request(1), "a"))
+            assert (told.error, told.decode) == (None, "decode-0")
+            for call in (runtime.dismiss, runtime.drain):
+                with pytest.raises(LocalProtocolError, match="decode-1 has ended and is not started again"):
+                    call("decode-1")
 
 
 class _Faults:

@@ -303,7 +303,7 @@ def test_a_stage_that_is_dismissed_exits_and_the_others_serve_on(slow_decode: th
         records = [list(runtime.stream(runtime.add_request(SHORT)))[-1].record for _ in range(3)]
         assert {record.decode for record in records if record} == {"decode-0", "decode-1"} - {busy}
         assert busy not in runtime.statistics()["coordinator"]["credits"], "and nothing is kept of it (T12)"
-        with pytest.raises(LocalProtocolError, match="there is no stage"):
+        with pytest.raises(LocalProtocolError, match=f"stage {busy} has ended and is not started again"):
             runtime.dismiss(busy, timeout=20)
         assert runtime.confirm_ended(busy) == 0
         for call in (runtime.dismiss, runtime.confirm_ended):

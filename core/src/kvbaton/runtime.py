@@ -213,14 +213,18 @@ class PDRuntime:
     def drain(self, stage: str, timeout: float | None = None) -> bool:
         """Place nothing more on ``stage`` and wait until it is empty; whether it is, within ``timeout`` seconds.
 
-        Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`.
+        False as well where it never will be: it is lost, and its end will not be seen.
+
+        Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`, and for a stage
+        that is not up.
         """
         return self._service.drain(stage, timeout)
 
     def dismiss(self, stage: str, timeout: float | None = None) -> bool:
         """:meth:`drain` ``stage``, tell it to exit, and wait for that; whether it has ended, and was joined, within
         ``timeout`` seconds.  It is not started again; the others go on.  Where it has not ended in time, nothing is
-        taken back: nothing more is placed on it, and another call waits on.
+        taken back: nothing more is placed on it, and another call waits on.  A stage that has not exited within
+        ``deadline.shutdown`` is killed; False where even that does not end it.
 
         Raises :class:`~kvbaton.errors.LocalProtocolError` for a name that is none of :attr:`stages`, and for a stage
         that is not up.

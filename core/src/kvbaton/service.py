@@ -394,9 +394,19 @@ class Service:
             peer = next((p for p in reversed(tuple(self._handles)) if p.name == stage), None)
             if peer is None:
                 raise LocalProtocolError(f"there is no stage {stage!r}; there are {', '.join(self.stages)}")
+            if peer in self._gone:
+                how = "has ended" if self._handles[peer].joined else "is lost"
+                raise LocalProtocolError(
+                    f"stage {stage} {how} and is not started again; nothing is placed on it", stage=stage
+                )
             if peer in self._starting:
                 raise LocalProtocolError(f"stage {stage} is being started again; drain it once it is up", stage=stage)
+            if peer not in self._up:
+                raise LocalProtocolError(f"stage {stage} is not up: it was not started again", stage=stage)
             self._carry_out(self._machine.drain(peer, now), now)
+            if self._dying.get(peer) == math.inf:  # it hangs for good: what it holds does not come back
+                _answer(future, False)
+                return
             self._draining.append((peer, future))
 
         self.call(action)
@@ -411,6 +421,12 @@ class Service:
         def action() -> None:
             now = time.monotonic()
             peer = next(p for p in reversed(tuple(self._handles)) if p.name == stage)
+            if peer in self._gone:  # it was lost while it was drained, or another call has dismissed it
+                _answer(future, self._handles[peer].joined)
+                return
+            if self._dying.get(peer) == math.inf:
+                _answer(future, False)
+                return
             self._carry_out(self._machine.dismiss(peer, now), now)
             self._dismissed.append((peer, future))
 
@@ -743,11 +759,18 @@ class Service:
         for census in self._censuses:
             if census.waiting.pop(peer, None):
                 census.result[peer.name] = {"error": _ENDED}
-        for item in [item for item in self._dismissed if item[0] == peer]:
-            self._dismissed.remove(item)
-            _answer(item[1], handle.joined)
+        self._answer_leaving(peer, handle.joined)
         for reporter in [r for r, held in self._held_back.items() if held.about == peer]:
             self._hear_out(reporter, now)
+
+    def _answer_leaving(self, peer: PeerId, joined: bool) -> None:
+        """Whoever waits for a dismissed stage's end has an answer; and where its end will not be seen, whoever waits
+        until it is empty, which it never will be (C6.7).
+        """
+        for waiting in (self._dismissed,) if joined else (self._dismissed, self._draining):
+            for item in [item for item in waiting if item[0] == peer]:
+                waiting.remove(item)
+                _answer(item[1], joined)
 
     def _tell_dropped(self) -> None:
         if not self._hooks.heard("kvbaton_message_dropped"):
@@ -811,6 +834,7 @@ class Service:
                 self._carry_out(self._machine.start_failed(peer.name, now, final=text), now)
             else:
                 self._carry_out(self._machine.never_ended(peer, now, text), now)
+            self._answer_leaving(peer, False)
 
     def _close_censuses(self, now: float) -> None:
         """C9.2: those that everybody has answered, or whose time is over."""
@@ -911,6 +935,7 @@ class Service:
                     self._kill(peer, cause)
                 case fx.Join(peer):
                     self._expected.add(peer)
+                    self._pulses.pop(peer, None)  # from here on deadline.shutdown says how long it may take
                 case fx.Restart(name):
                     self._restart(name, now)
                 case fx.Fenced(peer):

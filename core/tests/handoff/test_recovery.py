@@ -1132,6 +1132,38 @@ def test_a_stage_that_was_told_to_go_is_not_started_again():
     assert desk.at("a")[1] == P1
 
 
+@pytest.mark.clause("C6.4", "C6.7")
+@pytest.mark.parametrize("meanwhile", ["nothing", "its channel ends", "it is told again", "everything stops"])
+def test_a_dismissed_stage_that_does_not_exit_is_killed_and_not_started_again(meanwhile):
+    desk = Desk()
+    desk.did(desk.c.drain(P0, desk.now))
+    desk.did(desk.c.dismiss(P0, desk.now))
+    due = desk.now + Deadlines().shutdown
+    assert desk.c.next_deadline() == due
+    desk.now += 1.0
+    match meanwhile:
+        case "its channel ends":
+            assert not orders(desk.lose(P0), fx.Kill), "it is about to exit"
+        case "it is told again":
+            assert not sent(desk.did(desk.c.dismiss(P0, desk.now)))
+        case "everything stops":
+            desk.did(desk.c.fatal("enough", desk.now))
+    assert desk.c.next_deadline() == due
+    assert not orders(desk.wait(due - desk.now - 0.5), fx.Kill)
+    effects = desk.wait(0.5)
+    (kill,) = orders(effects, fx.Kill)
+    assert kill.peer == P0
+    assert kill.cause.startswith("C6.7: deadline.shutdown of ")
+    assert orders(effects, fx.Fault) or meanwhile == "its channel ends"
+    assert not sent(desk.did(desk.c.dismiss(P0, desk.now))), "its end is coming"
+    assert not restarts(desk.join(P0))
+    assert P0 not in {view.peer for view in desk.c.peers()}
+    if meanwhile != "everything stops":
+        assert desk.c.next_deadline() is None
+        desk.submit("a")
+        assert desk.at("a")[1] == P1
+
+
 @pytest.mark.clause("C6.2")
 def test_a_drained_stage_that_dies_stays_away():
     """Who drained it wants nothing placed there; a new life of it would be given requests."""

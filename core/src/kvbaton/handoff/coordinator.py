@@ -322,6 +322,8 @@ class Coordinator:
         #: since it has last served.
         self._broken: dict[tuple[PeerId, PeerId], _Break] = {}
         self._mended: dict[tuple[str, str], int] = {}
+        #: Told to exit while the others go on: until when they may take for it (C6.7).
+        self._dismissed: dict[PeerId, float] = {}
         #: Joined, and who has still to close its end of the connection: the second half of the fence (C6.4).
         self._unclosed: dict[PeerId, set[PeerId]] = {}
         self._entries: dict[TransferId, _Entry] = {}
@@ -542,6 +544,7 @@ class Coordinator:
         if found.status is _UP:
             self._lose(found, "its process ended", effects, kill=False)
         found.status = _FENCED
+        self._dismissed.pop(peer, None)
         # what it had sent may still sit in the others' ends, so they close these first, on the same channel as any
         # Release
         others = self._decodes if found.role is Role.PREFILL else self._prefills
@@ -575,6 +578,7 @@ class Coordinator:
             return [Ignored(None, "peer unjoinable", f"{peer} is not known or was joined before")]
         effects: Effects = []
         found.unjoinable = True
+        self._dismissed.pop(peer, None)
         if found.status is _UP:
             self._lose(found, "it cannot be reached", effects, kill=False)
         self._restart_after(peer, effects)
@@ -631,12 +635,19 @@ class Coordinator:
         return self._settle(effects)
 
     def dismiss(self, peer: PeerId, now: float) -> Effects:
-        """Tell a drained, idle stage to exit.  Raises :class:`LocalProtocolError` while a transfer is on it."""
+        """Tell a drained, idle stage to exit; it is killed where it has not within :attr:`Deadlines.shutdown` (C6.7).
+
+        Without effect where it was told before, or is lost, so that its end is coming.  Raises
+        :class:`LocalProtocolError` while a transfer is on it.
+        """
         self._tick(now)
         found = self._peers.get(peer)
-        if found is None or found.status is not _UP or not found.draining or found.entries:
+        if found is None or found.status is _FENCED or not found.draining or found.entries:
             raise LocalProtocolError(f"{peer} is not up, drained and idle: drain it and wait first", peer=peer)
+        if found.leaving or found.status is _LOST:
+            return [Ignored(None, "dismiss", f"{peer} ends already")]
         effects: Effects = []
+        self._dismissed[peer] = self._now + self._shutdown
         self._stop(found, effects)
         return effects
 
@@ -669,6 +680,7 @@ class Coordinator:
         """When :meth:`expire` has something to do at the earliest; None: never, as things stand."""
         times = [first for queue in self._queues if (first := queue.first()) is not None]
         times += [broken.due for broken in self._broken.values() if broken.due > -math.inf]
+        times += self._dismissed.values()
         if self._later and self._queue:
             times.append(self._later[0])
         if self._stopping and not self.closed:
@@ -694,15 +706,13 @@ class Coordinator:
         while self._later and self._later[0] <= self._now:
             heapq.heappop(self._later)
             self._freed = True
+        text = f"C6.7: deadline.shutdown of {self._shutdown:g} s passed"
+        for peer_id in [peer_id for peer_id, by in self._dismissed.items() if by <= self._now]:
+            self._end_by_force(self._peers[peer_id], text, effects)
         if self._stopping and self._stop_deadline <= self._now:
             self._stop_deadline = math.inf
-            text = f"C6.7: deadline.shutdown of {self._shutdown:g} s passed"
             for peer in tuple((self._prefills if self._stopping == 1 else self._decodes).values()):
-                peer.leaving = False
-                if peer.status is _UP:
-                    self._lose(peer, text, effects)
-                elif peer.status is _LOST:
-                    effects.append(Kill(peer.id, text))
+                self._end_by_force(peer, text, effects)
         return self._settle(effects)
 
     # -- peer messages -----------------------------------------------------------------------------------------------
@@ -1301,6 +1311,15 @@ class Coordinator:
         for d in self._decodes.values():
             if d.status is _UP:
                 self._stop(d, effects)
+
+    def _end_by_force(self, peer: _Peer, cause: str, effects: Effects) -> None:
+        """It was told to exit and has not."""
+        self._dismissed.pop(peer.id, None)
+        peer.leaving = False
+        if peer.status is _UP:
+            self._lose(peer, cause, effects)
+        elif peer.status is _LOST:
+            effects.append(Kill(peer.id, cause))
 
     def _stop(self, peer: _Peer, effects: Effects) -> None:
         peer.leaving = True
