@@ -124,7 +124,7 @@ def test_a_chat_streamed_and_whole(served: Served) -> None:
 
 def test_a_stop_text_and_a_seed(served: Served) -> None:
     with served.client() as client:
-        how: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three, four,", "max_tokens": 16}
+        how: dict[str, Any] = {"model": MODEL, "prompt": "One, two, three, four,", "max_tokens": 8}
         plain = client.completions.create(**how, temperature=0).choices[0]
         assert " six" in plain.text
         cut = client.completions.create(**how, temperature=0, stop=" six").choices[0]
@@ -181,7 +181,7 @@ async def storm(url: str, rng: random.Random) -> Counter[str]:
 
     async def one(client: openai.AsyncOpenAI, index: int) -> None:
         messages: list[Any] = [{"role": "user", "content": f"Tell me about the number {index}."}]
-        how: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 8 if index in impatient else 4}
+        how: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 8 if index in impatient else 3}
         try:
             async with asyncio.timeout(patience[index]):
                 if index % 2:
