@@ -13,13 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvbaton import PDRuntime, Request, SamplingParams, Settings, load
 from kvbaton.errors import KvbatonError, ProfilingError
+from kvbaton.identity import PeerId
+from kvbaton.profiling import Profiling, StageProfile
 from kvbaton_conformance.scripted import ScriptedEngine
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
 
@@ -207,10 +209,60 @@ def test_what_nobody_could_do_is_refused_before_anybody_is_asked(runtime: PDRunt
         ({"tools": "python"}, "a list of profilers"),
         ({"stages": ["decode-7"]}, "no stage 'decode-7'"),
         ({"stages": []}, "a list of stages"),
+        ({"stages": iter(())}, "a list of stages"),
+        ({"stages": 5}, "a list of stages"),
+        ({"tools": b"python"}, "a list of profilers"),
+        ({"tools": None}, "a list of profilers"),
+        ({"seconds": True}, "at most 3600"),
+        ({"directory": None}, "a text or a pathlib.Path"),
+        ({"directory": b"/tmp"}, "a text or a pathlib.Path"),
+        ({"directory": ""}, "a text or a pathlib.Path"),
     ):
         with pytest.raises(ProfilingError, match=reason.replace("?", r"\?").replace(".", r"\.")):
-            runtime.profile(tmp_path, **wrong)
+            runtime.profile(**{"directory": tmp_path, **wrong})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_may_come_from_anything_that_gives_them_once(runtime: PDRuntime, tmp_path: Path) -> None:
+    with runtime.profile(tmp_path, stages=iter(["decode-0", "decode-0"]), tools=(t for t in ["python"])) as session:
+        assert list(session.stages) == ["decode-0"]
+    assert len(session.stages["decode-0"].files) == 1
+
+
+@pytest.mark.clause("C9.2", "C6.7")
+def test_a_stop_that_a_stage_missed_may_be_asked_for_again_and_every_thread_has_the_outcome(tmp_path: Path) -> None:
+    """The stages are a table: what is asked of them waits until the test answers."""
+    decode, prefill = PeerId("decode-0", 1), PeerId("prefill-0", 1)
+    missed: dict[str, object] = {"error": "no reply"}
+    told: dict[str, object] = {"files": [str(tmp_path / "a.prof")], "ended": "when it was told"}
+    both = threading.Barrier(2)
+    asked: list[tuple[str, list[str]]] = []
+    answers: list[dict[str, object]] = [{"decode-0": missed, "prefill-0": told}] * 2 + [{"decode-0": told}]
+
+    def fan_out(method: str, session: str, arguments: object, peers: Sequence[PeerId]) -> Mapping[str, object]:
+        asked.append((method, [peer.name for peer in peers]))
+        if method == "profile_start":
+            return {peer.name: {"seconds": 9.0} for peer in peers}
+        if len(answers) > 1:
+            both.wait(10)  # neither is answered before both have asked
+        return answers.pop(0)
+
+    lives = {peer.name: peer for peer in (decode, prefill)}
+    session = Profiling.start(fan_out, lives, tmp_path, 9.0, ("python",), None)
+    outcomes: list[Mapping[str, StageProfile]] = []
+    threads = [threading.Thread(target=lambda: outcomes.append(session.stop())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for outcome in outcomes:
+        assert outcome["prefill-0"].files == (tmp_path / "a.prof",)
+        assert outcome["decode-0"].error == "no reply"
+    assert len(outcomes) == 2
+    assert session.stop()["decode-0"].files == (tmp_path / "a.prof",)
+    assert asked[-1] == ("profile_stop", ["decode-0"]), "who has answered is not asked again"
+    session.stop()
+    assert len(asked) == 4
 
 
 #: An application that profiles and does nothing else until it is killed.

@@ -312,6 +312,15 @@ def test_a_stage_that_is_dismissed_exits_and_the_others_serve_on(slow_decode: th
     assert listener.lost == []
 
 
+@pytest.mark.parametrize("timeout", ["x", -1, float("nan"), True])
+def test_a_timeout_is_looked_at_before_a_stage_is_drained(runtime: PDRuntime, timeout: Any) -> None:
+    for call in (runtime.drain, runtime.dismiss):
+        with pytest.raises(LocalProtocolError, match="a number of seconds, or None"):
+            call("decode-0", timeout)
+    assert list(runtime.stream(runtime.add_request(SHORT)))[-1].error is None
+    assert runtime.drain("decode-0", 1e300)
+
+
 @pytest.mark.clause("C9.2")
 def test_statistics_report_a_stage_that_does_not_answer(slow_decode: threading.Event) -> None:
     with PDRuntime.start(settings(deadline__control=0.3)) as runtime:

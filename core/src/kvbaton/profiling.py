@@ -11,8 +11,10 @@ gone, says so for itself; the others go on.  No transfer waits for it (C9.2).
 
 from __future__ import annotations
 
+import os
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,49 +58,56 @@ class Profiling:
         self._peers = peers
         self.stages: Mapping[str, StageProfile] = {peer.name: _read(started.get(peer.name)) for peer in peers}
         self._fan_out = fan_out
-        self._stopped = False
+        self._lock = threading.Lock()  # guards ``stages`` and ``_settled``
+        #: Stages that have said how it ended there.
+        self._settled: set[str] = set()
 
     @classmethod
     def start(
-        cls, fan_out: FanOut, lives: Mapping[str, PeerId], directory: str | Path, seconds: float,
-        tools: Sequence[str], stages: Sequence[str] | None,
+        cls, fan_out: FanOut, lives: Mapping[str, PeerId], directory: str | os.PathLike[str], seconds: float,
+        tools: Iterable[str], stages: Iterable[str] | None,
     ) -> Profiling:  # fmt: skip
         """What :meth:`kvbaton.runtime.PDRuntime.profile` does.  ``lives``: the stages there are, by name."""
-        if not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PROFILE_SECONDS:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PROFILE_SECONDS:
             raise ProfilingError(
                 f"seconds is {seconds!r}; a session lasts more than 0 and at most {MAX_PROFILE_SECONDS:g}"
             )
-        chosen = tuple(lives) if stages is None else stages
-        for given, names, what in ((tools, TOOLS, "profiler"), (chosen, tuple(lives), "stage")):
-            if isinstance(given, str) or not given:
-                raise ProfilingError(f"{given!r}: a list of {what}s is wanted, out of {', '.join(names)}")
-            for name in given:
-                if name not in names:
-                    raise ProfilingError(
-                        f"there is no {what} {name!r}.{closest(str(name), names)} There are {', '.join(names)}"
-                    )
+        where = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
+        if not isinstance(where, str) or not where:
+            raise ProfilingError(f"directory is {directory!r}; a text or a pathlib.Path is wanted")
+        wanted = _names(tools, TOOLS, "profiler")
+        chosen = tuple(lives) if stages is None else _names(stages, tuple(lives), "stage")
         session_id = uuid.uuid4().hex
-        order = {"directory": str(Path(directory).absolute()), "seconds": float(seconds), "tools": list(tools)}
-        peers = [lives[name] for name in dict.fromkeys(chosen)]
+        order = {"directory": str(Path(where).absolute()), "seconds": float(seconds), "tools": list(wanted)}
+        peers = [lives[name] for name in chosen]
         return cls(fan_out, session_id, peers, fan_out("profile_start", session_id, order, peers))
 
     def stop(self) -> Mapping[str, StageProfile]:
-        """End the session wherever it runs; what it came to at each stage.  Idempotent.
+        """End the session wherever it runs; what it came to at each stage.
 
-        A stage that did not answer the start in time may have begun since, so it is told as well; what failed to begin
-        keeps its first cause (C6.3).  After the runtime was closed, which ends every session, nobody can be asked.
+        Idempotent: a stage that has answered is not asked again, and one that has not, within ``deadline.control``, is
+        asked again by the next call; what it has written meanwhile is told then.  A stage that did not answer the start
+        in time may have begun since, so it is told as well; what failed to begin keeps its first cause (C6.3).  After
+        the runtime was closed, which ends every session, nobody can be asked.
         """
-        if not self._stopped:
-            self._stopped = True
+        with self._lock:
+            asked = [peer for peer in self._peers if peer.name not in self._settled]
+        if asked:
+            # without the lock: two threads that stop it both ask, and a stage gives both the same answer
             try:
-                answers = self._fan_out("profile_stop", self.session_id, {}, self._peers)
-                ended = {name: _read(answers.get(name)) for name in self.stages}
+                answers = self._fan_out("profile_stop", self.session_id, {}, asked)
+                ended = {peer.name: _read(answers.get(peer.name)) for peer in asked}
             except RuntimeClosed as error:
-                ended = {name: StageProfile(error=str(error)) for name in self.stages}
-            self.stages = {
-                name: before if before.error is not None and not ended[name].files else ended[name]
-                for name, before in self.stages.items()
-            }
+                ended = {peer.name: StageProfile(error=str(error)) for peer in asked}
+            with self._lock:
+                known = dict(self.stages)
+                for name, profile in ended.items():
+                    if profile.error is None:
+                        self._settled.add(name)
+                        known[name] = profile
+                    elif name not in self._settled and known[name].error is None:
+                        known[name] = profile
+                self.stages = known
         return self.stages
 
     def __enter__(self) -> Profiling:
@@ -108,6 +117,22 @@ class Profiling:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _names(given: object, known: Sequence[str], what: str) -> tuple[str, ...]:
+    """Each once, in order, and every one of them ``known``."""
+    there = f"a list of {what}s is wanted, out of {', '.join(known)}"
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ProfilingError(f"{given!r}: {there}")
+    names = tuple(given)  # whatever gives them may give them once
+    if not names:
+        raise ProfilingError(f"none is named: {there}")
+    for name in names:
+        if name not in known:
+            raise ProfilingError(
+                f"there is no {what} {name!r}.{closest(str(name), known)} There are {', '.join(known)}"
+            )
+    return tuple(dict.fromkeys(names))
 
 
 def _read(answer: object) -> StageProfile:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import sys
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -256,11 +256,11 @@ class PDRuntime:
 
     def profile(
         self,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         *,
         seconds: float = 60.0,
-        tools: Sequence[str] = ("python",),
-        stages: Sequence[str] | None = None,
+        tools: Iterable[str] = ("python",),
+        stages: Iterable[str] | None = None,
     ) -> Profiling:
         """Begin a profiling session: each stage profiles its engine's thread, and writes a file when it is stopped.
 

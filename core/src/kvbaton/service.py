@@ -387,6 +387,7 @@ class Service:
             return  # what was live has ended with it
 
     def drain(self, stage: str, timeout: float | None) -> bool:
+        timeout = _patience(timeout)
         future: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
         def action() -> None:
@@ -413,7 +414,7 @@ class Service:
         return _within(future, timeout)
 
     def dismiss(self, stage: str, timeout: float | None) -> bool:
-        began = time.monotonic()
+        began, timeout = time.monotonic(), _patience(timeout)
         if not self.drain(stage, timeout):
             return False
         future: concurrent.futures.Future[bool] = concurrent.futures.Future()
@@ -1229,6 +1230,15 @@ def _recovery(settings: Settings) -> Recovery:
     # on another host nobody is started from here: what serves there is not to be ended for a connection's sake
     here = settings.stages.launch != "remote"
     return Recovery(recovery.attempts, recovery.mode == "recompute", recovery.restarts, mend_idle=here)
+
+
+def _patience(timeout: object) -> float | None:
+    """Looked at before anything is done."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise LocalProtocolError(f"timeout is {timeout!r}; it is a number of seconds, or None: as long as it takes")
+    return timeout if timeout < threading.TIMEOUT_MAX else None
 
 
 def _within(future: concurrent.futures.Future[bool], timeout: float | None) -> bool:

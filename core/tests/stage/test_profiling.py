@@ -5,6 +5,7 @@ from __future__ import annotations
 import marshal
 import os
 import pstats
+import resource
 import stat
 from collections import deque
 from collections.abc import Callable
@@ -225,6 +226,21 @@ def test_a_file_that_is_there_is_never_written_over(directory: Path) -> None:
     assert stage.answers["next"][1] is None
     stage.sessions.end()
     stage.run()
+
+
+def test_a_disk_that_is_full_leaves_nothing_under_the_final_name(directory: Path) -> None:
+    stage = Stage()
+    stage.start(directory)
+    stage.run()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        stage.stop()
+        stage.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "OSError" in str(stage.answers["stop"][1])
+    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.clause("C9.3")

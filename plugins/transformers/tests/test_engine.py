@@ -709,6 +709,24 @@ def test_a_trace_shows_what_was_computed_and_a_process_has_one(tmp_path: Path) -
     assert len(made.stop_profile()) == 1
 
 
+def test_a_trace_that_could_not_be_written_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = engine()
+
+    def cut_short(self: object, path: str) -> None:
+        Path(path).write_bytes(b'{"traceEvents": [{"na')
+
+    with monkeypatch.context() as full:
+        full.setattr(torch.profiler.profile, "export_chrome_trace", cut_short)
+        made.start_profile(tmp_path / "stem")
+        with pytest.raises(ProfilingError, match="is the disk full"):
+            made.stop_profile()
+    assert list(tmp_path.iterdir()) == []
+    made.start_profile(tmp_path / "again")
+    assert len(made.stop_profile()) == 1
+
+
 @pytest.mark.clause("C8.4")
 def test_p_goes_on_with_a_prompt_that_fits_because_its_beginning_has_been_computed_meanwhile() -> None:
     made, recorder = staged(Role.PREFILL, blocks=3)

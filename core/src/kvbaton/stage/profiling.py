@@ -9,6 +9,7 @@ of a session follow its beginning even where the engine was busy meanwhile.
 from __future__ import annotations
 
 import cProfile
+import errno
 import logging
 import os
 import re
@@ -193,8 +194,7 @@ class _Profile:
             if profile is not None:
                 profile.disable()
                 path = self._directory / f"{self._name}.prof"
-                os.close(_create(path))
-                profile.dump_stats(path)
+                _write(path, profile)
                 files.append(str(path))
         finally:  # whatever became of the one, the other ends, too
             if self._engine:
@@ -226,6 +226,20 @@ class _Profile:
             self._engine = False
             for path in engine.stop_profile():  # type: ignore[attr-defined]
                 Path(path).unlink(missing_ok=True)
+
+
+def _write(path: Path, profile: cProfile.Profile) -> None:
+    """The whole profile under its name, or nothing (a disk that is full); never over what is there."""
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    part = path.with_name(f"{path.name}.part")
+    os.close(_create(part))
+    try:
+        profile.dump_stats(part)
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _create(path: Path) -> int:

@@ -435,8 +435,7 @@ class TransformersEngine:
         (profiler, path), self._profiler = self._profiler, None
         try:
             profiler.stop()
-            profiler.export_chrome_trace(str(path))
-            path.chmod(0o600)
+            _export(profiler, path)
         finally:
             _TRACED.release()
         return [path]
@@ -599,3 +598,19 @@ def _states(job: Job) -> tuple[list[torch.Tensor], list[int]]:
     if job.ahead is None:
         return [hidden], [depth]
     return [hidden, *job.ahead.hidden], [depth, *job.ahead.depths]
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    """The whole trace under its name, or nothing (a disk that is full, of which torch says no word)."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        profiler.export_chrome_trace(str(part))
+        part.chmod(0o600)
+        with part.open("rb") as written:
+            written.seek(max(part.stat().st_size - 8, 0))
+            if not written.read().rstrip().endswith(b"}"):
+                raise ProfilingError(f"the trace {path} could not be written whole: is the disk full?")
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
