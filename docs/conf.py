@@ -75,7 +75,7 @@ def make(_app: Any) -> None:
     state_diagrams.draw_all(borrowed.GENERATED)
     settings_reference.write(borrowed.GENERATED / "settings.md")
     (borrowed.GENERATED / "clauses.md").write_text(clause_tests.page(), encoding="utf-8")
-    (borrowed.GENERATED / "performance.md").write_text(measured.page(borrowed.GENERATED), encoding="utf-8")
+    (borrowed.GENERATED / "performance.md").write_text(measured.page(borrowed.GENERATED, REPOSITORY), encoding="utf-8")
 
 
 def read(app: Any, docname: str, source: list[str]) -> None:

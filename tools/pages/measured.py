@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tools.pages.borrowed import relinked
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 #: What each benchmark asks, in the order of the page.
@@ -31,7 +33,7 @@ ABOUT = (
 )
 
 
-def page(pictures: Path) -> str:
+def page(pictures: Path, repository: str = "") -> str:
     """The page, as Markdown; its pictures are copied to ``pictures`` and referred to by file name."""
     parts = [
         "# Performance", "",
@@ -53,7 +55,7 @@ def page(pictures: Path) -> str:
     for file in sorted(RESULTS.glob("*.svg")):
         shutil.copyfile(file, pictures / file.name)
         parts += [f"### {file.stem.replace('-', ' ').replace('_', ' ')}", "", f"![{file.stem}]({file.name})", ""]
-    notes = (RESULTS / "notes.md").read_text(encoding="utf-8")
+    notes = relinked((RESULTS / "notes.md").read_text(encoding="utf-8"), RESULTS, pictures, repository)
     return "\n".join([*parts, notes])
 
 
