@@ -27,7 +27,6 @@ from . import console
 ROOT = Path(__file__).resolve().parents[2]
 #: Pages whose blocks are run elsewhere.
 ELSEWHERE = {
-    "docs/serve.md": "tests/integration/test_serve.py asks the server that it starts",
     "docs/write-a-backend.md": "tests/test_write_a_backend.py grows its package and runs its commands",
 }
 PAGES = [
