@@ -9,6 +9,7 @@ import pytest
 from kvbaton.bounds import FAIL_CLOSED
 from kvbaton.engine import FinishReason, Request, Role, SamplingParams
 from kvbaton.errors import RuntimeClosed
+from kvbaton.handoff import coordinator
 from kvbaton.handoff import effects as fx
 from kvbaton.handoff.coordinator import Coordinator, Deadlines, Limits, Recovery
 from kvbaton.handoff.table import CoordinatorPhase, PeerStatus
@@ -941,6 +942,72 @@ def test_on_other_hosts_nobody_is_lost_for_a_connection_in_whose_place_others_se
     assert lost(effects) == [D1], "it comes back"
     desk.did(desk.c.start_failed("decode-1", desk.now, final="it does not come back"))
     assert lost(desk.log) == [D1, P0], "now P0 has nobody else"
+
+
+@pytest.mark.clause("C6.2", "P4")
+@pytest.mark.parametrize("mend_idle", [True, False])
+def test_what_a_connection_that_stays_broken_costs_does_not_grow_with_what_waits(mend_idle, monkeypatch):
+    """Counted: each look at whether a stage could hold a request."""
+    looks = 0
+    holds = coordinator._holds
+
+    def counted(peer, tokens):
+        nonlocal looks
+        looks += 1
+        return holds(peer, tokens)
+
+    def cost(waiting: int) -> tuple[int, int]:
+        nonlocal looks
+        desk = Desk(slots=2, recovery=Recovery(mend_idle=mend_idle))
+        for n in range(4):
+            desk.submit(f"busy{n}")
+        used = [desk.at(f"busy{n}") for n in range(4)]
+        assert {p for _, p, _ in used} == {P0, P1}
+        assert {d for _, _, d in used} == {D0, D1}
+        for n in range(waiting):
+            desk.submit(f"w{n}")
+        pair = next((p, d) for p in (P0, P1) for d in (D0, D1) if (p, d) not in {u[1:] for u in used})
+        desk.hear(pair[0], PeerDown(pair[1], False, "reset"))
+        assert not lost(desk.wait())
+        looks = 0
+        desk.submit("one more")
+        submitted, looks = looks, 0
+        desk.life("busy0")
+        assert desk.end("busy0").ending is fx.Ending.FINISHED
+        return submitted, looks
+
+    monkeypatch.setattr(coordinator, "_holds", counted)
+    assert cost(40) == cost(400)
+
+
+@pytest.mark.clause("C6.2", "C6.4")
+@pytest.mark.parametrize("how", ["a request", "given up", "drained", "down", "smaller"])
+def test_a_connection_that_nobody_needed_is_mended_once_somebody_does(how):
+    """What was found of it holds until the stages change, or a request comes that only this pair can hold."""
+    desk = Desk((), recovery=Recovery(mend_idle=False))
+    for peer in (P0, D0):
+        desk.come(peer)
+    for peer in (P1, D1):
+        desk.come(peer, blocks=4 if how == "a request" or (how, peer) == ("smaller", D1) else 100)
+    desk.hear(P0, PeerDown(D0, False, "reset"))
+    for peer in (P0, D0):
+        desk.c.heard(peer, desk.now)
+    assert not lost(desk.wait())
+    if how == "a request":
+        assert not lost(desk.submit("small", request(8, 8)))
+        assert lost(desk.submit("large", request(70, 40))) == [P0]
+    elif how == "given up":
+        desk.kill(D1)
+        assert not lost(desk.wait()), "it is expected again"
+        assert lost(desk.did(desk.c.start_failed(D1.name, desk.now, final="enough"))) == [P0]
+    elif how == "drained":
+        assert lost(desk.did(desk.c.drain(D1, desk.now))) == [P0]
+    elif how == "down":
+        assert lost(desk.hear(P0, PeerDown(D1, False, "reset"))) == [P0], "it has nobody"
+    else:
+        desk.kill(P1)
+        assert not lost(desk.submit("large", request(70, 40))), "P1 may come to hold it"
+        assert lost(desk.come(again(P1), blocks=4)) == [P0]
 
 
 @pytest.mark.clause("C6.3", "C6.7")

@@ -19,7 +19,8 @@ connected any more, one of them is lost, fenced and started again like any other
 has nobody else, else when that costs nobody anything.
 
 Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the
-peer is lost or joined.  Each look at the waiting requests is bounded by ``Limits.window``.
+peer is lost or joined; what looks at all that wait, when a stage or a connection comes or goes.  Each other look at the
+waiting requests is bounded by ``Limits.window``.
 
 Threading: one thread, the coordinator's event loop.
 """
@@ -187,7 +188,7 @@ class _Expected:
 class _Break:
     """Two stages that live, and whose connection is down for good."""
 
-    __slots__ = ("due", "hopeless", "words")
+    __slots__ = ("due", "hopeless", "spared", "words")
 
     def __init__(self, due: float, words: dict[PeerId, int]) -> None:
         #: Until when one of them may still turn out to be dead, or to hang; -inf once that was looked at.
@@ -196,6 +197,8 @@ class _Break:
         self.words = words
         #: It was said that nothing mends it.
         self.hopeless = False
+        #: Nobody needs it: no stage, and no request that waits.  Holds until the stages change, or such a request comes.
+        self.spared = False
 
 
 class _Waiting:
@@ -444,6 +447,7 @@ class Coordinator:
         waiting = _Waiting(key, request, self._age)
         self._live[key] = waiting
         self._queue.append(waiting)
+        self._comes(waiting)
         effects: Effects = []
         if not self._served(waiting):
             self._refuse(waiting, self._nobody(), effects)
@@ -631,6 +635,7 @@ class Coordinator:
         expected = self._expected.get(peer.name)
         if expected is not None and expected.after == peer:
             del self._expected[peer.name]
+        self._changed()
         self._refuse_unserved(effects)
         return self._settle(effects)
 
@@ -732,6 +737,7 @@ class Coordinator:
         for old in replaced:  # after the new one is known: what waits has somewhere to go
             self._lose(old, f"replaced by {peer}", effects)
         self._expected.pop(peer.name, None)
+        self._changed()
         if self._stopping:
             self._stop(new, effects)
             return effects
@@ -766,6 +772,7 @@ class Coordinator:
         sender.down.add(other.id)
         if message.quiet:
             sender.quiet.add(other.id)
+        self._changed()
         p, d = (sender, other) if sender.role is Role.PREFILL else (other, sender)
         self._broke(p, d, effects)
         pair = [entry for entry in sender.entries.values() if entry.p is p and entry.d is d]
@@ -1097,6 +1104,7 @@ class Coordinator:
         self._live[waiting.key] = waiting
         self._wind_up(entry, effects)
         bisect.insort(self._queue, waiting, key=_age)
+        self._comes(waiting)
         self._freed = True  # it may fit at once
         if not self._served(waiting):
             self._refuse(waiting, self._nobody(), effects)
@@ -1176,6 +1184,7 @@ class Coordinator:
         peer.status = _LOST
         for pair in [pair for pair in self._broken if peer.id in pair]:
             del self._broken[pair]
+        self._changed()
         # one that was drained stays away: nothing is to be placed there
         gone = peer.leaving or peer.draining or self._stopping
         again = self._restarts.get(peer.id.name, 0) < self._recovery.restarts
@@ -1216,16 +1225,17 @@ class Coordinator:
             p, d = self._prefills[pair[0]], self._decodes[pair[1]]
             if not (p.open and d.open):
                 continue
-            needed = self._needed(p, d)
+            if broken.spared and (not self._recovery.mend_idle or (p.entries and d.entries)):
+                continue  # nobody needs it, and both have something to do: whoever it were, not now
             loser = self._to_lose(p, d)
             if loser is None:
                 if not broken.hopeless:  # also where others serve: nobody would ever know, and nothing heals it
                     broken.hopeless = True
                     text = f"{p.id} and {d.id} are not connected, and starting one of them again has not helped"
-                    others = "" if needed else "; others serve in their place"
+                    others = "" if self._needed(p, d) else "; others serve in their place"
                     effects.append(Fault(None, f"C6.3: {text}: they are left as they are{others}"))
                     self._refuse_unserved(effects)
-            elif needed or (self._recovery.mend_idle and not loser.entries):
+            elif (self._recovery.mend_idle and not loser.entries) or not self._spared(p, d):
                 other = d if loser is p else p
                 names = (p.id.name, d.id.name)
                 self._mended[names] = self._mended.get(names, 0) + 1
@@ -1263,14 +1273,31 @@ class Coordinator:
         others = [other for other in (self._decodes if prefill else self._prefills).values() if other.open]
         return not any(_possible(peer, other) if prefill else _possible(other, peer) for other in others)
 
+    def _spared(self, p: _Peer, d: _Peer) -> bool:
+        """Whether nobody needs this pair; what was found is kept, for it takes a look at all that wait."""
+        broken = self._broken[p.id, d.id]
+        broken.spared = broken.spared or not self._needed(p, d)
+        return broken.spared
+
     def _needed(self, p: _Peer, d: _Peer) -> bool:
         """Whether a stage or a request has nobody but this pair."""
-        if self._alone(p) or self._alone(d):
-            return True
-        return any(
-            _holds(p, len(w.request.prompt)) and _holds(d, w.request.max_length) and not self._served(w, mended=False)
-            for w in self._queue
-        )
+        return self._alone(p) or self._alone(d) or any(self._needs(waiting, p, d) for waiting in self._queue)
+
+    def _needs(self, waiting: _Waiting, p: _Peer, d: _Peer) -> bool:
+        request = waiting.request
+        able = _holds(p, len(request.prompt)) and _holds(d, request.max_length)
+        return able and not self._served(waiting, mended=False)
+
+    def _changed(self) -> None:
+        """What stages there are, and which are connected or expected: so who needs whom has to be looked at again."""
+        for broken in self._broken.values():
+            broken.spared = False
+
+    def _comes(self, waiting: _Waiting) -> None:
+        """A request waits from now on: it alone may need what nobody has needed so far."""
+        for (p, d), broken in self._broken.items():
+            if broken.spared and self._needs(waiting, self._prefills[p], self._decodes[d]):
+                broken.spared = False
 
     def _restart_after(self, end: PeerId, effects: Effects) -> None:
         """A life's end was seen: its stage is started again, if it is that end that its start waits for."""
@@ -1280,6 +1307,7 @@ class Coordinator:
 
     def _expect_no_more(self, name: str, cause: str, effects: Effects) -> None:
         del self._expected[name]
+        self._changed()
         effects.append(Fault(None, cause))
         self._refuse_unserved(effects)
 
@@ -1403,6 +1431,7 @@ class Coordinator:
         waiting.not_before = self._now + min(delay, self._limits.longest_delay)
         self._live[waiting.key] = waiting
         bisect.insort(self._queue, waiting, key=_age)
+        self._comes(waiting)
         heapq.heappush(self._later, waiting.not_before)
         if not self._served(waiting):
             self._refuse(waiting, self._nobody(), effects)
