@@ -20,7 +20,8 @@ has nobody else, else when that costs nobody anything.
 
 Cost: a message touches one entry and never looks at others.  What looks at all transfers of a peer happens when the
 peer is lost or joined; what looks at all that wait, when a stage or a connection comes or goes.  Each other look at the
-waiting requests is bounded by ``Limits.window``.
+waiting requests is bounded by ``Limits.window``, and each of those by the number of pairs.  While a connection is
+broken, what changes the books also looks at its two stages.
 
 Threading: one thread, the coordinator's event loop.
 """
@@ -197,7 +198,7 @@ class _Break:
         self.words = words
         #: It was said that nothing mends it.
         self.hopeless = False
-        #: Nobody needs it: no stage, and no request that waits.  Holds until the stages change, or such a request comes.
+        #: Nobody needs it: no stage, and no request that waits.  Holds until the stages change or such a request comes.
         self.spared = False
 
 
@@ -629,7 +630,8 @@ class Coordinator:
         self._tick(now)
         found = self._peers.get(peer)
         if found is None:
-            raise LocalProtocolError(f"there is no stage {peer}; known: {', '.join(map(str, self._peers)) or 'none'}")
+            known = ", ".join(map(str, self._peers)) or "none"
+            raise LocalProtocolError(f"there is no stage {peer}, or it has ended; known: {known}", peer=peer)
         effects: Effects = []
         found.draining = True
         expected = self._expected.get(peer.name)
@@ -643,12 +645,14 @@ class Coordinator:
         """Tell a drained, idle stage to exit; it is killed where it has not within :attr:`Deadlines.shutdown` (C6.7).
 
         Without effect where it was told before, or is lost, so that its end is coming.  Raises
-        :class:`LocalProtocolError` while a transfer is on it.
+        :class:`LocalProtocolError` while a transfer is on it, and where it has ended.
         """
         self._tick(now)
         found = self._peers.get(peer)
-        if found is None or found.status is _FENCED or not found.draining or found.entries:
-            raise LocalProtocolError(f"{peer} is not up, drained and idle: drain it and wait first", peer=peer)
+        if found is None or found.status is _FENCED:
+            raise LocalProtocolError(f"{peer} has ended or was never there: nothing is left to dismiss", peer=peer)
+        if not found.draining or found.entries:
+            raise LocalProtocolError(f"{peer} is not drained and idle: drain it and wait first", peer=peer)
         if found.leaving or found.status is _LOST:
             return [Ignored(None, "dismiss", f"{peer} ends already")]
         effects: Effects = []
