@@ -74,7 +74,12 @@ def scraped(runtime: PDRuntime) -> dict[tuple[str, ...], float]:
 
 def finished(runtime: PDRuntime, count: int) -> list[RequestRecord]:
     records: list[RequestRecord] = []
-    until(lambda: records.extend(o.record for o in runtime.step(0.1) if o.record is not None) or len(records) >= count)
+
+    def all_over() -> bool:
+        records.extend(output.record for output in runtime.step(0.1) if output.record is not None)
+        return len(records) >= count
+
+    until(all_over)
     return records
 
 

@@ -219,7 +219,7 @@ def test_what_nobody_could_do_is_refused_before_anybody_is_asked(runtime: PDRunt
         ({"directory": ""}, "a text or a pathlib.Path"),
     ):
         with pytest.raises(ProfilingError, match=reason.replace("?", r"\?").replace(".", r"\.")):
-            runtime.profile(**{"directory": tmp_path, **wrong})
+            runtime.profile(**{"directory": tmp_path, **wrong})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -237,7 +237,7 @@ def test_a_stop_that_a_stage_missed_may_be_asked_for_again_and_every_thread_has_
     told: dict[str, object] = {"files": [str(tmp_path / "a.prof")], "ended": "when it was told"}
     both = threading.Barrier(2)
     asked: list[tuple[str, list[str]]] = []
-    answers: list[dict[str, object]] = [{"decode-0": missed, "prefill-0": told}] * 2 + [{"decode-0": told}]
+    answers: list[dict[str, dict[str, object]]] = [{"decode-0": missed, "prefill-0": told}] * 2 + [{"decode-0": told}]
 
     def fan_out(method: str, session: str, arguments: object, peers: Sequence[PeerId]) -> Mapping[str, object]:
         asked.append((method, [peer.name for peer in peers]))

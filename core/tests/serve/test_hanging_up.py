@@ -37,7 +37,7 @@ def endings(monkeypatch):
     return found
 
 
-@pytest.mark.clause("C5.5")
+@pytest.mark.clause("C2.5", "C5.2")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_before_the_first_token(gate, endings, path, stream):
