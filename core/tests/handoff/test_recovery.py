@@ -944,7 +944,7 @@ def test_on_other_hosts_nobody_is_lost_for_a_connection_in_whose_place_others_se
     assert lost(desk.log) == [D1, P0], "now P0 has nobody else"
 
 
-@pytest.mark.clause("C6.2", "P4")
+@pytest.mark.clause("C6.2", "T12")
 @pytest.mark.parametrize("mend_idle", [True, False])
 def test_what_a_connection_that_stays_broken_costs_does_not_grow_with_what_waits(mend_idle, monkeypatch):
     """Counted: each look at whether a stage could hold a request."""

@@ -198,7 +198,7 @@ class _Break:
         self.words = words
         #: It was said that nothing mends it.
         self.hopeless = False
-        #: Nobody needs it: no stage, and no request that waits.  Holds until the stages change or such a request comes.
+        #: Nobody needs it: no stage, and no request that waits.  True until stages change or such a request comes.
         self.spared = False
 
 
