@@ -196,7 +196,11 @@ def step_source(record: RealSource | None, kind: str, arg: Any = None) -> tuple:
     if after:
         agree((after.phase, after.chunks) == tuple(shadow), record, kind, arg, after, shadow)
     if note:
-        agree(after == record or (after, record) == (None, None), "ignored, and yet changed", record, kind, effects)
+        before = record
+        if record and kind == words.CANCEL:  # that it was said is kept, for display alone: what an Ack then answers
+            state = tuple((slot, True if slot == "cancelled" else value) for slot, value in record.state)
+            before = record._replace(state=state)
+        agree(after == before or (after, record) == (None, None), "ignored, and yet changed", record, kind, effects)
     freed = fx.Free(T) in effects
     agree(freed == (record is not None and after is None), "memory and record part ways", record, kind, effects)
     return after, sends, note
