@@ -255,7 +255,7 @@ add(
 add(
     "a-connection-is-given-up-in-silence", "nobody is told that a connection is mended no more where others serve",
     "C6.3 C6.2",
-    edit(C._mend, "if not broken.hopeless:", "if needed and not broken.hopeless:"),
+    edit(C._mend, "if not broken.hopeless:", "if self._needed(p, d) and not broken.hopeless:"),
 )  # fmt: skip
 add(
     "unproven-stays-with-c", "D is not asked for the receipts that P waits for", "C2.5 C6.7 C5.2 C6.1",
