@@ -979,6 +979,8 @@ class World:
                     seat = self.seats.get(peer.name)
                     self._say(f"  C says {self._text(message)} to {peer.name}")
                     if seat is not None and seat.peer == peer and not seat.dead:
+                        if isinstance(message, messages.Stop):
+                            self._check_order(seat)
                         seat.channel.deliver(message)
                 case fx.Tell(key, transfer, event):
                     self._told(self._keys[key], transfer, event)
@@ -1012,6 +1014,13 @@ class World:
                     )
                 case _:
                     pass
+
+    def _check_order(self, seat: Seat) -> None:
+        """A D is stopped when nobody can write to it any more; one that was never connected, at any time (C6.2)."""
+        if seat.role is Role.DECODE:
+            writers = [p.peer.name for p in self.seats.values() if p.peer in seat.connector.links and not p.joined]
+            if writers:
+                raise Broken("C6.2", f"C stops {seat.peer.name} before {', '.join(writers)} was joined")
 
     def _idle_for_long(self, peer: PeerId) -> bool:
         """Faults have stopped, and all that this stage has sent was over long before its time to drain was."""
