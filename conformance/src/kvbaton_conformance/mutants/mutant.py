@@ -91,6 +91,8 @@ class Mutant:
     two_processes: bool = False
     #: The connector whose tests are run, see :data:`kvbaton_conformance.mutants.trial.BASES`.
     base: str = "core"
+    #: The simulator shows it, too, although the model has no guard for it.
+    simulated: bool = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -112,9 +114,12 @@ class Registry:
         """A guard of the protocol's model, removed."""
         self.found.append(Mutant(name, self.place, breaks, tuple(clauses.split()), edits, guard=name))
 
-    def add(self, name: str, breaks: str, clauses: str, *edits: Edit, base: str = "core") -> None:
+    def add(
+        self, name: str, breaks: str, clauses: str, *edits: Edit, base: str = "core", simulated: bool = False
+    ) -> None:
         """Any other fault."""
-        self.found.append(Mutant(name, self.place, breaks, tuple(clauses.split()), edits, base=base))
+        found = Mutant(name, self.place, breaks, tuple(clauses.split()), edits, base=base, simulated=simulated)
+        self.found.append(found)
 
 
 def edit(function: Any, *texts: str) -> Edit:

@@ -21,6 +21,10 @@ way. Every one is caught by a standard test, by a clause that it breaks, and eve
 This page is written by `python -m kvbaton_conformance.mutants --table docs/mutants.md`; `python -m
 kvbaton_conformance.mutants` checks it, and `--search` finds out anew.
 
+The simulator misses the guards of the protocol's model, too, and those of the words that came later: `python -m
+kvbaton_conformance.simulate --mutants --runs 300` finds each of the 57 within 300 of its random runs (seeds 1 and 2026:
+within 127 and 268).
+
 """
 
 

@@ -123,7 +123,7 @@ def _batches(pool: ProcessPoolExecutor, first: int, jobs: int) -> Iterator[Batch
 def _mutants(console: Console, pool: ProcessPoolExecutor, only: str, first: int, runs: int) -> int:
     chosen = [mutant for mutant in guards() if only in mutant.name or only in mutant.guard]
     if not chosen:
-        console.print(f"no guard is called {only}; they are: {', '.join(sorted(m.guard for m in guards()))}")
+        console.print(f"no guard is called {only}; they are: {', '.join(sorted(m.guard or m.name for m in guards()))}")
         return 2
     table = Table("guard", "found in run", "clause", "how")
     futures = [pool.submit(find, mutant.name, first, runs) for mutant in chosen]
