@@ -109,6 +109,13 @@ def test_a_failing_run_becomes_a_short_story() -> None:
     assert replay(short.scenario, short.moves).broken is None
 
 
+@pytest.mark.clause("C6.2", "C6.3")
+@pytest.mark.parametrize("seed", [2026000000940, 2026000230])
+def test_a_connection_that_nothing_mends_is_given_up_aloud(seed: int) -> None:
+    """Runs in which others serve in its place, so that no request misses it."""
+    assert play(Scenario.draw(seed)).broken is None
+
+
 def test_an_engine_of_ones_own_is_watched_by_the_protocol_alone() -> None:
     """What a world knows of an engine's memory it has from the calls that cross the protocol."""
 
