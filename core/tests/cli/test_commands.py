@@ -126,9 +126,9 @@ def kvbaton_process(*arguments: str, before: str = "") -> subprocess.CompletedPr
 
 
 def test_an_unknown_command_is_bad_input():
-    done = kvbaton_process("serve")
+    done = kvbaton_process("sever")
     assert done.returncode == 2
-    assert "serve" in done.stderr
+    assert "sever" in done.stderr
     assert done.stdout == ""
 
 
