@@ -399,9 +399,11 @@ class Source:
             working: deque[Any] = deque()
             copying: deque[Any] = deque()
             works_done = copies_done = 0
+            with torch.cuda.stream(compute):
+                work()  # the first one sets its library up, which may take longer than all that is timed
             torch.cuda.synchronize(self.memory.device)
             start = time.perf_counter()
-            while time.perf_counter() - start < seconds:
+            while time.perf_counter() - start < seconds or not works_done:
                 if len(working) < 4:
                     with torch.cuda.stream(compute):
                         for _ in range(4):
