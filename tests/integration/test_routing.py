@@ -30,7 +30,9 @@ def prompts(count: int, beginnings: int, seed: int = 0) -> list[Request]:
     ]
 
 
-def serve(policy: str, requests: Sequence[Request], blocks: int, **more: Any) -> tuple[list[RequestRecord], Any]:
+def serve(
+    policy: str, requests: Sequence[Request], blocks: int, together: int = TOGETHER, **more: Any
+) -> tuple[list[RequestRecord], Any]:
     """The records in the order of ``requests``, each checked, and the coordinator's books at the end."""
     settings = load(
         overrides={
@@ -47,7 +49,7 @@ def serve(policy: str, requests: Sequence[Request], blocks: int, **more: Any) ->
     with PDRuntime.start(settings, **more) as runtime:
         waiting, live = list(enumerate(requests))[::-1], 0
         while waiting or live:
-            while waiting and live < TOGETHER:
+            while waiting and live < together:
                 number, request = waiting.pop()
                 runtime.add_request(request, str(number))
                 live += 1
@@ -73,11 +75,15 @@ def sent(records: Sequence[RequestRecord]) -> int:
 
 
 def test_shared_beginnings_are_sent_less_often() -> None:
-    """Twelve beginnings, of which a stage can keep about half besides what is live."""
+    """Twelve beginnings, of which a stage can keep about half besides what is live.
+
+    Two requests at a time: with eight, which the threads' order may all send to one stage, what is live fills it, and
+    nothing of a beginning stays to be found (then 0.9 of the bytes are sent; here 0.4 to 0.6).
+    """
     requests = prompts(240, beginnings=12)
     blocks = 6 * BEGINNING // BLOCK + TOGETHER * 8
-    least, _ = serve("least-loaded", requests, blocks)
-    aware, books = serve("prefix-aware", requests, blocks)
+    least, _ = serve("least-loaded", requests, blocks, together=2)
+    aware, books = serve("prefix-aware", requests, blocks, together=2)
     assert sent(aware) < 0.85 * sent(least)
     assert sum(r.prefix_prefill for r in aware) > sum(r.prefix_prefill for r in least)
     assert all(count > 60 for count in Counter(record.decode for record in aware).values()), "neither is left out"
