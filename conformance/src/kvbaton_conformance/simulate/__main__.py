@@ -19,6 +19,8 @@ from kvbaton_conformance.simulate.work import Batch, begin, run_batch, story
 
 #: Runs that a worker is given at once.
 _BATCH = 25
+#: Seconds from one line of progress to the next, where stdout is no terminal.
+_LINE = 30.0
 #: So many run seeds belong to one seed.
 _RUNS = 1_000_000_000
 
@@ -78,14 +80,24 @@ def _simulate(console: Console, pool: ProcessPoolExecutor, handoffs: int, seed: 
     done = Batch(0, 0, 0, 0, 0, ())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
                TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    told = started
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("hand-offs", total=handoffs, rate="")
         for batch in _batches(pool, seed * _RUNS, jobs):
             done = Batch(
                 done.runs + batch.runs, done.handoffs + batch.handoffs, done.requests + batch.requests,
                 done.finished + batch.finished, done.moves + batch.moves, done.broken + batch.broken,
             )  # fmt: skip
-            rate = done.handoffs / (time.monotonic() - started)
+            now = time.monotonic()
+            rate = done.handoffs / (now - started)
+            if not console.is_terminal and now - told >= _LINE:
+                told = now
+                console.print(
+                    f"{done.handoffs:,} of {handoffs:,} hand-offs, {rate:,.0f}/s, {now - started:.0f} s,"
+                    f" {len(done.broken)} violations",
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
+                console.file.flush()  # a file is looked at while the run goes on
             progress.update(task, completed=min(done.handoffs, handoffs), rate=f"{rate:,.0f}/s")
             if done.handoffs >= handoffs or done.broken:
                 break
