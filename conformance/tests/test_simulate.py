@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +161,21 @@ def test_the_command_says_what_it_did() -> None:
     )
     assert told.returncode == 0
     assert "C places r" in told.stdout
+
+
+def test_no_worker_outlives_the_command() -> None:
+    command = [sys.executable, "-m", "kvbaton_conformance.simulate", "--handoffs", "1000000", "--jobs", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        by = time.monotonic() + 60.0
+        while _seconds(running.pid) < 1.5 and time.monotonic() < by:  # a worker is at work
+            threading.Event().wait(0.02)
+        running.kill()
+        running.communicate(timeout=60.0)  # the pipe ends when its last holder has
+    assert running.returncode == -signal.SIGKILL
+
+
+def _seconds(pid: int) -> float:
+    """Of a processor, of the child of ``pid`` that has had most."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    fields = [Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split() for child in children]
+    return max((int(each[11]) / os.sysconf("SC_CLK_TCK") for each in fields), default=0.0)

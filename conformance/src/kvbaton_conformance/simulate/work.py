@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 from dataclasses import dataclass
 
 from kvbaton_conformance.simulate.run import play
@@ -11,8 +15,16 @@ from kvbaton_conformance.simulate.shrink import shrink, tell
 
 
 def begin() -> None:
-    """Stages that die in a simulation say nothing."""
+    """Stages that die in a simulation say nothing; whoever works for a process that is gone ends as well."""
     logging.disable(logging.CRITICAL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # its queue never ends by itself: a worker holds both of its ends
+        threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+
+
+def _follow(parent: int) -> None:
+    multiprocessing.connection.wait([parent])
+    os._exit(1)
 
 
 @dataclass(frozen=True)
