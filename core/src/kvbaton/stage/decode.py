@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvbaton import messages
+from kvbaton import messages, tracing
 from kvbaton.connector import Endpoint, Progress
 from kvbaton.engine import Admission, Role, StepOutput
 from kvbaton.errors import KvbatonError
@@ -112,8 +112,15 @@ class DecodeStage(Stage):
         """The machine decides what its transfers come to."""
 
     def _on_events(self, progress: Progress) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            for receipt in progress.receipts:
+                self._run(self.machine.receipt(receipt))
+            return
         for receipt in progress.receipts:
+            began = self._clock()
             self._run(self.machine.receipt(receipt))
+            recorder.pump.note(tracing.Receipt(began, self._clock(), receipt.transfer, receipt.sequence))
 
     # -- effects -----------------------------------------------------------------------------------------------------
 

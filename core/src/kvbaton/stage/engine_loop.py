@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvbaton import tracing
 from kvbaton.connector import DeviceEvent
 from kvbaton.durations import Durations
 from kvbaton.engine import Admission, ComputedRange, StageEngine, StepOutput
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Reservation
+from kvbaton.stage.tracing import Recorder
 
 
 class _Word(msgspec.Struct, frozen=True, gc=False):
@@ -147,11 +149,16 @@ class _Callbacks:
     def __init__(self, report: Callable[[Report], None], can_schedule: Callable[[TransferId, int], bool]) -> None:
         self._report = report
         self._can_schedule = can_schedule
+        #: Ranges reported since it was emptied; None: nobody wants to know.
+        self.computed: list[tuple[TransferId, int, int]] | None = None
 
     def can_schedule(self, transfer: TransferId, tokens: int) -> bool:
         return self._can_schedule(transfer, tokens)
 
     def prefill_submitted(self, computed: ComputedRange) -> None:
+        noted = self.computed
+        if noted is not None:
+            noted.append((computed.transfer, computed.start, computed.end))
         self._report(Computed(computed))
 
     def reserved(self, reservation: Reservation) -> None:
@@ -188,10 +195,18 @@ class EngineLoop:
         self._broken = False
         #: What a step of the engine takes.
         self.steps = Durations()
-        engine.attach(_Callbacks(report, can_schedule))
+        #: Where the loop notes what it does; None: nobody wants to know.
+        self._recorder: Recorder | None = None
+        self._callbacks = _Callbacks(report, can_schedule)
+        engine.attach(self._callbacks)
 
     def post(self, command: Command) -> None:
         self._inbox.put(command)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note steps and commands from now on; None: no more.  From any thread."""
+        self._callbacks.computed = None if recorder is None else []
+        self._recorder = recorder
 
     def age(self) -> float:
         """Seconds since the engine was called, where it has not come back since.  From any thread."""
@@ -249,9 +264,23 @@ class EngineLoop:
         except BaseException as error:  # also a SystemExit: a loop that ended unseen would leave the pump waiting
             self._break(error)
             return
-        self.steps.add(self._clock() - began)
+        ended = self._clock()
+        self.steps.add(ended - began)
         if outputs:
             self._report(Produced(tuple(outputs)))
+        if self._recorder is not None:
+            self._note_step(self._recorder, began, ended, outputs)
+        elif self._callbacks.computed is not None:
+            self._callbacks.computed = None
+
+    def _note_step(self, recorder: Recorder, began: float, ended: float, outputs: Sequence[StepOutput]) -> None:
+        computed, self._callbacks.computed = self._callbacks.computed or [], []
+        tokens = sum(len(output.token_ids) for output in outputs)
+        most = tracing.MAX_NAMED
+        named = tuple(output.transfer for output in outputs[:most])
+        recorder.engine.note(
+            tracing.Step(began, ended, tuple(computed[:most]), len(computed), named, len(outputs), tokens)
+        )
 
     def _admit(self, admission: Admission) -> None:
         """An engine that raises instead of refusing has refused; what it had taken by then is given back."""
@@ -262,6 +291,17 @@ class EngineLoop:
             self._report(Refused(admission.transfer, f"{type(error).__name__}: {error}", False))
 
     def _carry_out(self, command: Command) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            self._obey(command)
+            return
+        began = self._clock()
+        self._obey(command)
+        subject = _subject(command)
+        if subject is not None:
+            recorder.engine.note(tracing.Command(began, self._clock(), type(command).__name__, subject))
+
+    def _obey(self, command: Command) -> None:
         engine = self._engine
         try:
             match command:

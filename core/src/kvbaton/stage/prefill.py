@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton import messages
+from kvbaton import messages, tracing
 from kvbaton.connector import Chunk, DeviceEvent, Endpoint, Outcome, Progress
 from kvbaton.engine import Admission, ComputedRange, Request, Role
 from kvbaton.errors import KvbatonError
@@ -39,6 +39,8 @@ class _Lane:
     backlog: int = 0
     #: The engine was told to pause, and has not been told that it may go on.
     paused: bool = False
+    #: The chunk that the transport had no room for, as noted in a trace.
+    refused: tuple[TransferId, int] | None = None
 
 
 @dataclass(slots=True)
@@ -79,7 +81,10 @@ class PrefillStage(Stage):
             return True
         # first the flag, then the look that counts: the pump shrinks the backlog first and then looks at the flag,
         # so whichever is later, the engine goes on or is nudged
+        recorder, known = self._recorder, state.lane.paused
         state.lane.paused = True
+        if recorder is not None and not known:
+            recorder.engine.note(tracing.Paused(self._clock(), str(state.lane.peer)))
         return state.lane.backlog <= self._backlog_limit
 
     # -- coordinator -------------------------------------------------------------------------------------------------
@@ -140,6 +145,9 @@ class PrefillStage(Stage):
         for chunk in chunks:
             state.chunks[chunk.sequence] = chunk
             state.lane.backlog += chunk.nbytes
+        if self._recorder is not None and chunks:
+            past = chunks[-1].sequence + 1
+            self._recorder.pump.note(tracing.Planned(self._clock(), transfer, chunks[0].sequence, past))
         effects: list[fx.Effect] = list(self.machine.computed(transfer, len(chunks), computed.last))
         self._waiting.add(transfer)
         effects += self._advance_device(transfer)
@@ -156,6 +164,8 @@ class PrefillStage(Stage):
             state.computing.popleft()
             for sequence in sequences:
                 effects += self.machine.source_ready(transfer, sequence)
+                if self._recorder is not None:
+                    self._recorder.pump.note(tracing.Ready(self._clock(), transfer, sequence))
         self._waiting.discard(transfer)
         return effects
 
@@ -165,7 +175,12 @@ class PrefillStage(Stage):
     # -- transport ---------------------------------------------------------------------------------------------------
 
     def _on_events(self, progress: Progress) -> None:
+        recorder = self._recorder
         for completion in progress.completions:
+            if recorder is not None:
+                recorder.pump.note(
+                    tracing.Completed(self._clock(), completion.transfer, completion.sequence, completion.outcome.value)
+                )
             if completion.outcome is Outcome.DONE:
                 self._mark(completion.transfer, HANDLE_DONE)
             self._run(self.machine.completion(completion))
@@ -205,16 +220,20 @@ class PrefillStage(Stage):
             if lane.paused and lane.backlog <= self._backlog_limit:
                 lane.paused = False
                 self._post_command(loop.Nudge())
+                if self._recorder is not None:
+                    self._recorder.pump.note(tracing.Resumed(self._clock(), str(lane.peer)))
         return busy
 
     def _submit_next(self, peer: PeerId) -> bool:
         """Whether this peer's next chunk was taken and another waits."""
         queue = self._lanes[peer].ready
+        recorder = self._recorder
         while queue:
             key, chunk = next(iter(queue.items()))
             if not self.machine.may_submit(*key):  # T9
                 del queue[key]
                 continue
+            began = 0.0 if recorder is None else self._clock()
             try:
                 accepted = self.guard.submit(chunk)
             except KvbatonError as error:
@@ -223,7 +242,13 @@ class PrefillStage(Stage):
                 self._fail(chunk.transfer, error)
                 continue
             if not accepted:
+                if recorder is not None and self._lanes[peer].refused != key:
+                    self._lanes[peer].refused = key
+                    recorder.pump.note(tracing.Full(began, *key))
                 return False
+            if recorder is not None:
+                size = chunk.nbytes, len(chunk.source)
+                recorder.pump.note(tracing.Submitted(began, self._clock(), *key, *size))
             del queue[key]
             self._drop_chunk(chunk)
             self._run(self.machine.submitted(chunk.transfer, chunk.sequence))

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton import messages
+from kvbaton import messages, tracing
 from kvbaton.connector import DeviceEvent, Endpoint, PeerEvent, Progress
 from kvbaton.control import StageChannel
 from kvbaton.durations import Durations
@@ -36,6 +36,7 @@ from kvbaton.identity import PeerId, TransferId
 from kvbaton.reservation import Capacity
 from kvbaton.stage import engine_loop as loop
 from kvbaton.stage.profiling import ProfileSessions
+from kvbaton.stage.tracing import Recorder, TraceSession
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class Stage(ABC):
         self._reports: deque[loop.Report | _Answered] = deque()
         #: Seconds that the engine's thread has been in one step or command; set where the two are joined.
         self.engine_age: Callable[[], float] = lambda: 0.0
+        #: Where the engine's thread notes what it does, if anywhere; set where the two are joined.
+        self.record_engine: Callable[[Recorder | None], None] = lambda recorder: None
         #: What is timed here, by name: chunks here, the engine's steps and the pump's passes where those are joined.
         self.durations: dict[str, Durations] = {"chunk": guard.chunk_seconds}
         #: The last pass submitted something, or heard from the transport.
@@ -108,6 +111,9 @@ class Stage(ABC):
         self._timings: dict[TransferId, dict[str, float]] = {}
         self._counts: Counter[str] = Counter()
         self._profiles = ProfileSessions(peer, self._ask_engine, self._reply, clock)
+        self._trace = TraceSession(peer, self._record, self._reply, clock)
+        #: Where the pump's thread notes what it does; None: nobody wants to know.
+        self._recorder: Recorder | None = None
 
     # -- driven by the pump ------------------------------------------------------------------------------------------
 
@@ -248,6 +254,8 @@ class Stage(ABC):
             case messages.Reserve(transfer=transfer) | messages.Prefill(transfer=transfer):
                 self._began.setdefault(transfer, self._clock())
                 self._timings.setdefault(transfer, {})
+                if self._recorder is not None:
+                    self._recorder.pump.note(tracing.Told(self._began[transfer], transfer))
                 self._run(self._on_transfer(message))
                 if self.machine.phase(transfer) is None and transfer not in self._releasing:
                     self._drop_timings(transfer)
@@ -412,7 +420,10 @@ class Stage(ABC):
     def _mark(self, transfer: TransferId, name: str) -> None:
         timings = self._timings.get(transfer)
         if timings is not None:
-            timings[name] = self._clock() - self._began[transfer]
+            now = self._clock()
+            timings[name] = now - self._began[transfer]
+            if self._recorder is not None:
+                self._recorder.pump.note(tracing.Marked(now, transfer, name))
 
     def _drop_timings(self, transfer: TransferId) -> None:
         self._timings.pop(transfer, None)
@@ -433,8 +444,14 @@ class Stage(ABC):
                 self._profiles.start(call)
             case "profile_stop":
                 self._profiles.stop(call)
+            case "trace_start":
+                self._trace.start(call)
+            case "trace_read":
+                self._trace.read(call)
+            case "trace_stop":
+                self._trace.stop(call)
             case method:
-                known = "statistics, health, profile_start and profile_stop"
+                known = "statistics, health, profile_start, profile_stop, trace_start, trace_read and trace_stop"
                 self._reply(call, None, f"C9.2: no method {method!r}; there are {known}")
 
     def _ask_engine(self, question: Callable[[StageEngine], object], then: Callable[[Any], None]) -> None:
@@ -449,7 +466,14 @@ class Stage(ABC):
         self._post_command(loop.Query(question, answer))
 
     def _reply(self, call: messages.Call, result: Any, error: str | None = None) -> None:
-        self.channel.send(messages.Reply(call.control_id, call.session_id, result, error))
+        try:
+            self.channel.send(messages.Reply(call.control_id, call.session_id, result, error))
+        except MessageError as failure:  # too large, and not sent: the caller hears why (C9.2)
+            self.channel.send(messages.Reply(call.control_id, call.session_id, None, str(failure)))
+
+    def _record(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self.record_engine(recorder)
 
     def _answer_statistics(self, call: messages.Call, engine: Mapping[str, float] | Exception) -> None:
         """The engine's figures have come; the others are the pump's own, and are read on its thread."""

@@ -176,6 +176,7 @@ def join(
         stage, can_schedule = decode, lambda transfer, tokens: True
     loop = EngineLoop(engine, stage.report, can_schedule, clock)
     stage.engine_age = loop.age
+    stage.record_engine = loop.record
     stage.durations["engine_step"] = loop.steps
     return stage, loop
 
