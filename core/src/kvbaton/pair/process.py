@@ -1,0 +1,169 @@
+"""The process of one end, seen from whoever started it: bounded answers, and what became of it where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from kvbaton.errors import TransportError
+from kvbaton.launch.exit_status import describe
+from kvbaton.pair.words import Answer, Close, Failed, Frames, Order
+
+Cause = Literal["refused", "failed", "late", "hung", "died", "wrong"]
+
+#: Seconds beyond an order's own bound after which its process is taken to hang.
+GRACE = 5.0
+#: ... for the stacks of a process that hangs, and for one that was killed to be gone.
+_LAST_WORDS = 2.0
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$', re.MULTILINE)
+
+
+class PairFailed(TransportError):
+    """What was asked of a pair could not be done.  Facts: ``cause``, ``end``, ``said`` (its last words).
+
+    ``cause``: *refused* to open or to connect; *failed*, by an error; *late*, its end answered, but the bytes had not
+    come; *hung*, it did not even answer, and was killed; *died*; *wrong* bytes came.
+    """
+
+
+class EndProcess:
+    """Started at once; see :mod:`kvbaton.pair.end` for what runs there."""
+
+    def __init__(self, name: str, bell: socket.socket, shared: int, environment: Mapping[str, str]) -> None:
+        self.name = name
+        ours, theirs = socket.socketpair()
+        # unlinked, so that it goes with the last descriptor; a file never fills up, as a pipe that nobody reads would
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        descriptors = (theirs.fileno(), bell.fileno(), shared)
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvbaton.pair.end", *map(str, descriptors), str(os.getpid())],
+                stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said, pass_fds=descriptors,
+                env={**os.environ, "PYTHONPATH": path, **environment}, start_new_session=True,
+            )  # fmt: skip
+        self._frames = Frames(ours)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, order: Order) -> None:
+        """Send an order.  Raises :class:`PairFailed` where the process is gone."""
+        try:
+            self._frames.send(order)
+        except EOFError:
+            raise self._died(order) from None
+
+    def hear(self, order: Order, bound: float, other: EndProcess | None = None) -> Any:
+        """The answer to ``order``.  Raises :class:`PairFailed` where it is one of failure, or none within ``bound``.
+
+        That ``other`` dies meanwhile is noticed at once: it is then the cause.
+        """
+        until = time.monotonic() + bound
+        watched = [self._frames.socket, *([other._frames.socket] if other is not None else [])]
+        while not self._frames.ready(0.0):
+            ready, _, _ = select.select(watched, [], [], max(until - time.monotonic(), 0.0))
+            if not ready:
+                raise self._hung(order, bound)
+            if other is not None and other._frames.socket in ready:
+                if other.gone():
+                    raise other._died(order)
+                watched = watched[:1]  # it has answered, which is for later
+        try:
+            answer: Answer = self._frames.receive(Answer, max(until - time.monotonic(), 0.1))
+        except TimeoutError:
+            raise self._hung(order, bound) from None
+        except EOFError:
+            raise self._died(order) from None
+        if isinstance(answer, Failed):
+            raise PairFailed(
+                f"{self.name}: {answer.text}", cause=answer.cause, end=self.name, said=self.said() or answer.trace
+            )
+        return answer
+
+    def gone(self) -> bool:
+        """Whether its side of the connection is closed."""
+        with contextlib.suppress(BlockingIOError):
+            return not self._frames.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return False
+
+    def said(self) -> str:
+        """What it has written to standard output and standard error."""
+        return os.pread(self._said.fileno(), 1 << 16, 0).decode(errors="replace").strip()
+
+    def leave(self, bound: float) -> str:
+        """Let it close and exit by itself; what was wrong with that, empty where nothing was."""
+        try:
+            self.tell(Close())
+            self.hear(Close(), bound)
+            status = self._process.wait(bound)
+        except PairFailed as error:
+            return str(error)
+        except subprocess.TimeoutExpired:
+            return f"{self.name}: closed, and its process did not exit within {bound:g} s"
+        return f"{self.name}: its process ended with {describe(status)}" if status else ""
+
+    def end(self) -> None:
+        """Kill and join it, whatever state it is in; idempotent."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL) if self._process.poll() is None else None
+        self._process.wait()
+        self._frames.close()
+        self._said.close()
+
+    def _died(self, order: Order) -> PairFailed:
+        try:
+            status = describe(self._process.wait(_LAST_WORDS))
+        except subprocess.TimeoutExpired:
+            status = "it closed its connection and lives"
+        said = self.said()
+        last = f": {said.splitlines()[-1].strip()}" if said else ""
+        return PairFailed(
+            f"{self.name}: its process died in {_doing(order)} ({status}){last}", cause="died", end=self.name, said=said
+        )
+
+    def _hung(self, order: Order, bound: float) -> PairFailed:
+        stacks = self._stacks()
+        frame = next((match for match in _FRAME.finditer(stacks) if "/kvbaton/pair/" not in match["file"]), None)
+        where = f", in {frame['function']} ({Path(frame['file']).name}:{frame['line']})" if frame else ""
+        return PairFailed(
+            f"{self.name}: its process hangs in {_doing(order)}{where}: no answer within {bound:g} s; it was killed",
+            cause="hung", end=self.name, said=stacks,
+        )  # fmt: skip
+
+    def _stacks(self) -> str:
+        """Where its threads are, the one that answers first."""
+        before = len(self.said())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR2)
+        until = time.monotonic() + _LAST_WORDS
+        text = ""
+        while time.monotonic() < until and "in _run_module_as_main" not in text:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.02)
+                break
+            text = self.said()[before:]
+        threads = [part for part in text.split("\n\n") if "in serve" in part]
+        return threads[0] if threads else text
+
+
+def _doing(order: Order) -> str:
+    return {
+        "Open": "opening",
+        "Connect": "connecting",
+        "Send": "sending",
+        "Expect": "receiving",
+        "Part": "parting",
+    }.get(type(order).__name__, type(order).__name__.lower())
