@@ -97,10 +97,15 @@ def test_what_is_broken_is_named_and_nothing_is_left(fault, cause, says, monkeyp
 
     monkeypatch.setattr(module, "GRACE", 0.5)
     segments = Segments.one(0, 0, 1 << 17)
-    with pytest.raises(PairFailed, match=says) as caught, opened(fault) as pair:
-        pair.forward.prepare()
-        pair.forward.move(segments, segments, bound=1.0)
-        pair.forward.check(segments, segments)
+
+    def everything():
+        with opened(fault) as pair:
+            pair.forward.prepare()
+            pair.forward.move(segments, segments, bound=1.0)
+            pair.forward.check(segments, segments)
+
+    with pytest.raises(PairFailed, match=says) as caught:
+        everything()
     assert caught.value.cause == cause
 
 
