@@ -1,7 +1,8 @@
 """T10: however a process ends, it does so with status 0 and silently, with and without ``close()``."""
 
 import pytest
-from ucx_exits import CASES, CLOSES, end_of, possible
+
+from kvbaton_conformance.exits import CASES, CLOSES, Way, end_of
 
 
 @pytest.mark.slow
@@ -9,6 +10,7 @@ from ucx_exits import CASES, CLOSES, end_of, possible
 @pytest.mark.parametrize("closes", CLOSES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_process_ends_silently(case, closes):
-    """Each way once; ``ucx_exits.py --count 50`` runs many."""
-    if possible(case, closes):
-        assert not end_of(case, closes)
+    """Each way once; ``python -m kvbaton_conformance.exits --transport ucx`` tries many."""
+    way = Way("ucx", case, closes, stalls=case == "stopped-peer")
+    if way.possible:
+        assert not end_of(way)
