@@ -10,7 +10,10 @@ little and loads no transport and no framework.
   requests without a hand-off, for comparison (A1);
 - :class:`~kvbaton.engine.Request`, :class:`~kvbaton.engine.SamplingParams`: what is asked;
 - :class:`~kvbaton.records.RequestOutput`, :class:`~kvbaton.records.RequestRecord`: what is answered, and what it took;
-- :data:`~kvbaton.hooks.hookimpl`: marks the methods of an observer or of a policy;
+- :class:`~kvbaton.records.StageState`, :class:`~kvbaton.profiling.Profiling`: how a stage stands; a session that
+  profiles them;
+- :data:`~kvbaton.hooks.hookimpl`: marks the methods of an observer or of a policy, which is shown each stage's
+  :class:`~kvbaton.hooks.StageLoad`;
 - :class:`~kvbaton.errors.KvbatonError`: the base of every error.
 
 **A transport** is a :class:`~kvbaton.connector.TransferConnector`, most simply a
@@ -49,9 +52,10 @@ if TYPE_CHECKING:
     from kvbaton.engine import Request, SamplingParams, StageCallbacks, StageEngine
     from kvbaton.errors import KvbatonError
     from kvbaton.geometry import Component, KVGeometry, Plane
-    from kvbaton.hooks import hookimpl
+    from kvbaton.hooks import StageLoad, hookimpl
     from kvbaton.identity import PeerId, RequestKey, TransferId
-    from kvbaton.records import RequestOutput, RequestRecord
+    from kvbaton.profiling import Profiling
+    from kvbaton.records import RequestOutput, RequestRecord, StageState
     from kvbaton.runtime import PDRuntime, run_colocated
     from kvbaton.segments import Segments
     from kvbaton.settings import Settings, load
@@ -64,9 +68,10 @@ _MODULES: Final = {
     "engine": ("Request", "SamplingParams", "StageCallbacks", "StageEngine"),
     "errors": ("KvbatonError",),
     "geometry": ("Component", "KVGeometry", "Plane"),
-    "hooks": ("hookimpl",),
+    "hooks": ("StageLoad", "hookimpl"),
     "identity": ("PeerId", "RequestKey", "TransferId"),
-    "records": ("RequestOutput", "RequestRecord"),
+    "profiling": ("Profiling",),
+    "records": ("RequestOutput", "RequestRecord", "StageState"),
     "runtime": ("PDRuntime", "run_colocated"),
     "segments": ("Segments",),
     "settings": ("Settings", "load"),
@@ -75,9 +80,10 @@ _HOME: Final = {name: module for module, names in _MODULES.items() for name in n
 
 __all__ = [
     "Capabilities", "Chunk", "Completion", "Component", "ConnectorBase", "Endpoint", "KVGeometry", "KvbatonError",
-    "MemoryRegion", "PDRuntime", "PeerId", "Plane", "Progress", "Receipt", "Request", "RequestKey", "RequestOutput",
-    "RequestRecord", "SamplingParams", "Segments", "Settings", "StageCallbacks", "StageEngine", "TransferConnector",
-    "TransferId", "__version__", "hookimpl", "load", "run_colocated",
+    "MemoryRegion", "PDRuntime", "PeerId", "Plane", "Profiling", "Progress", "Receipt", "Request", "RequestKey",
+    "RequestOutput", "RequestRecord", "SamplingParams", "Segments", "Settings", "StageCallbacks", "StageEngine",
+    "StageLoad", "StageState", "TransferConnector", "TransferId", "__version__", "hookimpl", "load",
+    "run_colocated",
 ]  # fmt: skip
 
 

@@ -820,7 +820,7 @@ class GuardedConnector:
         elif flight.completed:
             self._dropped["completion_duplicate"] += 1
         elif completion.outcome is Outcome.TIMED_OUT:
-            flight.completed = True  # core's own word: from a plugin it proves nothing
+            flight.completed = True  # only the guard says timed out; from a plugin the word is no proof of quiet (T8)
             self._prove(flight, Outcome.FAILED, False, False, completion.error)
         else:
             flight.completed = True

@@ -1,7 +1,7 @@
 """The command line: ``kvbaton run``, ``kvbaton plugins``, ``kvbaton config``.
 
 stdout carries the answer and nothing else; progress and logs go to stderr.  Exit status: 0 done; 1 a request failed, or
-``--compare`` found a difference; 2 bad configuration or input; 130 interrupted.
+``--compare`` found a difference; 2 bad configuration or input; 130 interrupted, by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
