@@ -408,6 +408,9 @@ class ConnectorPlugin(Protocol):
     It may also have ``lanes(options, kind)``, which returns a list of :class:`Lane`: by which ways bytes in memory of
     that kind go between two processes of this host, found out by sending some.  It may take seconds and raises
     :class:`~kvbaton.errors.TransportError` where none go.  ``kvbaton lanes`` shows them; nothing else calls it.
+
+    And ``baseline(options, regions)``, which returns one end of a :class:`~kvbaton.bench.baseline.Baseline`: what the
+    transport is made of, used without kvbaton.  ``kvbaton bench`` sets its rate beside; nothing else calls it.
     """
 
     name: str

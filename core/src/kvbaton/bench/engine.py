@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvbaton.bench.memory import Bytes, Rows, allocate
 from kvbaton.bench.models import Model
+from kvbaton.bench.rows import Allocated, Bytes, Rows
 from kvbaton.bench.traffic import FINAL, KV, Traffic
 from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
 from kvbaton.engine import (
@@ -97,12 +97,13 @@ class BenchEngine:
         self._queue: deque[TransferId] = deque()
         self._looked_at: set[int] = set()
         self._memory: Bytes | None = None
+        self._allocated = Allocated()
         self._callbacks: StageCallbacks | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def regions(self, allocate_: Allocator | None) -> Sequence[MemoryRegion]:
-        make = allocate_ or allocate
+    def regions(self, allocate: Allocator | None) -> Sequence[MemoryRegion]:
+        make = allocate or self._allocated.allocate
         kind: MemoryKind = "host" if self._device is None else "cuda"
         sizes = {KV: self._traffic.kv_bytes(self._requests), FINAL: self._traffic.final_stored(self._requests)}
         regions = [make(id, kind, self._device or 0, nbytes) for id, nbytes in sizes.items()]
@@ -197,6 +198,7 @@ class BenchEngine:
 
     def close(self) -> None:
         self._memory = None
+        self._allocated.free()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

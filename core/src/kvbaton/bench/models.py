@@ -144,8 +144,9 @@ def with_numbers(
         if not changes:
             return model
         # who gives heads describes a cache with K and V
-        latent = {"latent": 0} if changes.keys() & {"kv_heads", "head_dim"} else {}
-        return replace(model, name=f"{model.name}, changed", **changes, **latent)
+        if changes.keys() & {"kv_heads", "head_dim"}:
+            changes["latent"] = 0
+        return replace(model, name=f"{model.name}, changed", **changes)
     missing = [f"--{name.replace('_', '-')}" for name in given if name not in changes]
     if missing:
         raise SettingsError(

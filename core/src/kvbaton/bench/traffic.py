@@ -113,6 +113,11 @@ class Traffic:
         final = geometry.final_segment(0)
         return coalesce(*joined(planned, (final, final))) if len(final) else planned
 
+    @property
+    def segment_bytes(self) -> int:
+        """Of most segments; the final payload is another one."""
+        return int(np.median(self.segments[0].length))
+
     def chunks(self, chunk_bytes: int, chunk_segments: int, alignment: int = 1) -> list[tuple[Segments, Segments]]:
         """Of one request, in the batches in which the framework would submit them."""
         return split(*self.segments, chunk_bytes, chunk_segments, alignment=alignment)

@@ -99,6 +99,7 @@ _KEYS = {
     "--launch": "stages.launch",
     "--connect": "control.connect",
     "--listen": "serve.listen",
+    "--chunk-bytes": "transfer.chunk_bytes",
 }
 
 
@@ -358,6 +359,72 @@ def lanes_command(
                 key="transport.name", origin=None,
             )  # fmt: skip
         show(chosen.name, chosen.options, memory, as_json=as_json)
+
+
+@app.command("bench")
+def bench_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="The transport, by default that of the settings.", show_default=False),
+    ] = None,
+    config: ConfigFile = None,
+    memory: Annotated[str, typer.Option("--memory", metavar="KIND", help="Where the KV lies: host or cuda.")] = "host",
+    part: Annotated[
+        str, typer.Option("--part", metavar="PART", help="transport (bytes alone), handoff (whole ones), or all.")
+    ] = "all",
+    like: Annotated[
+        str | None,
+        typer.Option("--like", metavar="MODEL", help="A model's name, such as llama-8b, or its config.json."),
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="N", help="Layers, in place of the model's.")
+    ] = None,
+    kv_heads: Annotated[str | None, typer.Option("--kv-heads", metavar="N", help="KV heads of a layer.")] = None,
+    head_dim: Annotated[str | None, typer.Option("--head-dim", metavar="N", help="Values of a head.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="bfloat16, float8_e4m3fn...")] = None,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Tokens of a prompt.")] = "2048",
+    block: Annotated[str, typer.Option("--block", metavar="N", help="Tokens of a block of the cache.")] = "16",
+    layout: Annotated[
+        str,
+        typer.Option("--layout", metavar="HOW", help="block: all layers of a block together; layer: a tensor each."),
+    ] = "block",
+    fragmented: Annotated[
+        bool, typer.Option("--fragmented/--contiguous", help="Where a request's blocks lie in the cache.")
+    ] = True,
+    chunk_bytes: Annotated[
+        str | None, typer.Option("--chunk-bytes", metavar="SIZE", help="The setting transfer.chunk_bytes, as 64MiB.")
+    ] = None,
+    requests: Annotated[
+        str, typer.Option("--requests", metavar="N", help="Hand-offs that are timed one at a time, at most.")
+    ] = "100",
+    at_once: Annotated[
+        str | None,
+        typer.Option("--at-once", metavar="N", help="Hand-offs under way for the rate (4, or fewer that fit)."),
+    ] = None,
+    seconds: Annotated[
+        str, typer.Option("--seconds", metavar="S", help="About how long each part may measure.")
+    ] = "10",
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also the rate over the length of a segment, 4 KiB to 16 MiB.")
+    ] = False,
+    transport_option: TransportOption = None,
+    assign: Set = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object instead.")] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it there, as .svg or .png.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Measure what a transport, and whole hand-offs over it, make of a model's KV cache on this machine."""
+    _begin(debug)
+    with explained(debug=debug):
+        from kvbaton.cli import bench
+
+        single = {"--transport": name, "--chunk-bytes": chunk_bytes}
+        settings, _ = _settings(config, single, transport_option, (), assign, {"model": "(not set)"})
+        flags = bench.Flags(
+            memory, part, like, layers, kv_heads, head_dim, dtype, tokens, block, layout, fragmented, requests,
+            at_once, seconds, sweep,
+        )  # fmt: skip
+        bench.bench(bench.plan(settings, flags), as_json=as_json, plot=plot)
 
 
 def _builtin(value: object) -> object:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Need
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, MemoryRegion, Need
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc import library
 from kvbaton_cuda_ipc.options import UcxOptions
 
 if TYPE_CHECKING:
+    from kvbaton_cuda_ipc.baseline import RawUcx
     from kvbaton_cuda_ipc.ucx import UcxConnector
 
 #: True of every connector that is opened; see :class:`~kvbaton.connector.Capabilities` for what each word promises.
@@ -59,6 +61,12 @@ class UcxPlugin:
                 capabilities,
             )
         return Availability(True, capabilities=capabilities)
+
+    def baseline(self, options: UcxOptions, regions: Sequence[MemoryRegion]) -> RawUcx:
+        """One end of UCX on its own, for ``kvbaton bench``."""
+        from kvbaton_cuda_ipc.baseline import RawUcx
+
+        return RawUcx(options, regions)
 
     def open(self, options: UcxOptions, context: ConnectorContext) -> UcxConnector:
         """A connector for the stage ``context.peer``."""

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Lane, MemoryKind, Need
+from kvbaton.connector import (
+    API_VERSION,
+    Availability,
+    Capabilities,
+    ConnectorContext,
+    Lane,
+    MemoryKind,
+    MemoryRegion,
+    Need,
+)
 from kvbaton.errors import TransportError
 from kvbaton_nixl import library
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.words import MAX_SEGMENTS
 
 if TYPE_CHECKING:
+    from kvbaton_nixl.baseline import RawNixl
     from kvbaton_nixl.connector import NixlConnector
 
 #: True of every connector that is opened; see :class:`~kvbaton.connector.Capabilities` for what each word promises.
@@ -66,6 +77,12 @@ class NixlPlugin:
         from kvbaton_nixl.lanes import look
 
         return look(options, kind)
+
+    def baseline(self, options: NixlOptions, regions: Sequence[MemoryRegion]) -> RawNixl:
+        """One end of NIXL's own API, for ``kvbaton bench``."""
+        from kvbaton_nixl.baseline import RawNixl
+
+        return RawNixl(options, regions)
 
     def open(self, options: NixlOptions, context: ConnectorContext) -> NixlConnector:
         """A connector for the stage ``context.peer``.
