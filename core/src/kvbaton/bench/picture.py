@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbaton.bench.measured import Measured
+from kvbaton.bench.results import Spread
 from kvbaton.bench.room import size
 from kvbaton.errors import SettingsError
 
@@ -54,7 +55,7 @@ def _lines(measured: Measured) -> list[tuple[str, str, list[Any]]]:
     """Label, style and a spread (or none) for each point of the sweep."""
     points = measured.sweep
     raw = next((point.baseline.name for point in points if point.baseline is not None), "")
-    lines = [
+    lines: list[tuple[str, str, list[Any]]] = [
         ("copied, one thread" if measured.memory == "host" else "copied on the device", "k:", [p.copy for p in points]),
         (raw, "s--", [p.baseline and p.baseline.rate for p in points]),
         ("kvbaton", "o-", [p.rate for p in points]),
@@ -83,11 +84,10 @@ def _sweep(axes: Any, measured: Measured) -> None:
 def _rates(axes: Any, measured: Measured) -> None:
     moved = measured.moved
     assert moved is not None
-    bars = [
-        ("copied", moved.copy),
-        (moved.baseline.name if moved.baseline else "", moved.baseline and moved.baseline.rate),
-    ]
-    bars += [("kvbaton", moved.rate)]
+    raw = moved.baseline
+    bars: list[tuple[str, Spread | None]] = [("copied", moved.copy), ("kvbaton", moved.rate)]
+    if raw is not None:
+        bars.insert(1, (raw.name, raw.rate))
     if measured.handoffs is not None:
         bars += [("whole hand-offs", measured.handoffs.together.times(measured.handoffs.nbytes))]
     shown = [(name, spread) for name, spread in bars if spread]

@@ -197,6 +197,7 @@ class _Raw:
         #: Whatever fails now is the baseline's failure.
         self.has_its_turn = True
         self._able = True
+        self._closing = False
         how = {"transport": wire.transport, "options": dict(wire.options), "memory": wire.memory, "reach": wire.reach}
         ends = [self._said(way.call(end, f"{_RAW}open_end", bound=60.0, **how)) for end in (way.source, way.target)]
         source, target = ends
@@ -231,6 +232,7 @@ class _Raw:
         return None if source is None or target is None else float(source["seconds"])
 
     def close(self) -> None:
+        self._closing = True
         if self._able:
             self.has_its_turn = True
             self._both("close_end", {}, {}, 60.0)
@@ -245,7 +247,8 @@ class _Raw:
         """The answer; None, with a note the first time, where the baseline raised or there is none."""
         if "error" in answer:
             if self._able and answer["error"]:
-                self._wire.notes.append(f"{self.name} is left out: {answer['error']}")
+                what = f"{self.name}, at its end" if self._closing else f"{self.name} is left out"
+                self._wire.notes.append(f"{what}: {answer['error']}")
             self._able = False
             return None
         return answer

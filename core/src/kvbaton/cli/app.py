@@ -376,9 +376,7 @@ def bench_command(
         str | None,
         typer.Option("--like", metavar="MODEL", help="A model's name, such as llama-8b, or its config.json."),
     ] = None,
-    layers: Annotated[
-        str | None, typer.Option("--layers", metavar="N", help="Layers, in place of the model's.")
-    ] = None,
+    layers: Annotated[str | None, typer.Option("--layers", metavar="N", help="Layers, if not the model's.")] = None,
     kv_heads: Annotated[str | None, typer.Option("--kv-heads", metavar="N", help="KV heads of a layer.")] = None,
     head_dim: Annotated[str | None, typer.Option("--head-dim", metavar="N", help="Values of a head.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="TYPE", help="bfloat16, float8_e4m3fn...")] = None,

@@ -205,9 +205,8 @@ def _transport_table(moved: Carried, memory: MemoryKind) -> Table:
 
 def _sweep_table(measured: Measured) -> Table:
     raw = next((point.baseline.name for point in measured.sweep if point.baseline is not None), None)
-    table = _table(
-        "segments", "GB/s", "p10", "p90", *([f"{raw}"] if raw else []), "copied", "/ raw" if raw else "/ copied"
-    )
+    beside = [raw] if raw else []
+    table = _table("segments", "GB/s", "p10", "p90", *beside, "copied", f"/ {raw or 'copied'}")
     table.columns[-1].justify = "right"
     for point in measured.sweep:
         of = point.rate.times(1e-9)

@@ -74,13 +74,12 @@ class RawUcx:
         return chunks
 
     def close(self) -> None:
+        # the rest goes with the process, which exits now: nothing is cancelled here, so nothing keeps it
         self._receiving.clear()
+        self._buffers = []
         if self._endpoint is not None:
             self._endpoint.close_blocking(10_000_000, 10)
-            self._endpoint = None
-        worker, context = self._worker, self._context
-        self._worker = self._context = None
-        library.destroy(worker, context)
+        self._endpoint = self._worker = self._context = None
 
     def _of(self, segments: Segments) -> list[Any]:
         return [
