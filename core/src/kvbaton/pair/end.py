@@ -92,6 +92,10 @@ class End:
         self._down: dict[PeerId, Exception | None] = {}
         self._parting = False
         self._completed = 0
+        #: When each chunk of the present transfer was about to be submitted; how long that took, and it until done.
+        self._began: dict[int, float] = {}
+        self._submit: list[float] = []
+        self._each: list[float] = []
         self._receipts: dict[str, int] = {}
         #: The other end, from :meth:`connect` on.
         self.theirs = self.peer
@@ -111,6 +115,7 @@ class End:
                 raise TransportError(
                     f"T5: chunk {completion.sequence} ended as {completion.outcome.name}: {completion.error}"
                 )
+            self._each.append(time.monotonic() - self._began.pop(completion.sequence))
         self._completed += len(progress.completions)
         for receipt in progress.receipts:
             self._receipts[receipt.transfer] = self._receipts.get(receipt.transfer, 0) + 1
@@ -170,7 +175,7 @@ class End:
             start = time.monotonic()
 
             def all_done(waiting: list[Chunk] = waiting, count: int = count) -> bool:
-                while waiting and self.guard.submit(waiting[-1]):
+                while waiting and self._submitted(waiting[-1]):
                     waiting.pop()
                 return self._completed == count
 
@@ -180,7 +185,16 @@ class End:
             received.append(rung - start)
             self.guard.acknowledge(TransferId(transfer))
             self.guard.forget(TransferId(transfer))
-        return Times(tuple(done), tuple(received), len(batches))
+        submit, each, self._submit, self._each = self._submit, self._each, [], []
+        return Times(tuple(done), tuple(received), len(batches), tuple(submit), tuple(each))
+
+    def _submitted(self, chunk: Chunk) -> bool:
+        start = time.monotonic()
+        if not self.guard.submit(chunk):
+            return False
+        self._submit.append(time.monotonic() - start)
+        self._began[chunk.sequence] = start
+        return True
 
     def _rung(self, end: float, what: str) -> float:
         """The time that the other end rings the bell with."""
@@ -189,9 +203,9 @@ class End:
             return bool(select.select([self.bell], [], [], 0)[0])
 
         self.until(rung, end - time.monotonic(), what)
-        return self._heard()
+        return self.heard()
 
-    def _heard(self) -> float:
+    def heard(self) -> float:
         data = self.bell.recv(_TIME.size, socket.MSG_WAITALL)
         if len(data) < _TIME.size:
             raise TransportError("the other end is gone")
@@ -260,7 +274,7 @@ class End:
         for _ in range(order.repeats):
             if not select.select([self.bell], [], [], max(end - time.monotonic(), 0.0))[0]:
                 raise Late(f"no copy was seen within {order.bound:g} s")
-            self._heard()
+            self.heard()
             self.ring()
         return Done()
 

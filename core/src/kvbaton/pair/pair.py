@@ -58,6 +58,8 @@ class Moved:
     """What one :meth:`Way.move` took: seconds from the first call, for each repetition.
 
     ``done``: the source knew all of it done.  ``received``: the target had all receipts, by the clock that both share.
+    For each chunk of every repetition, seconds: ``submit``, in the call that took it; ``each``, from the beginning of
+    that call until its completion was seen.
     """
 
     nbytes: int
@@ -65,6 +67,8 @@ class Moved:
     chunks: int
     done: tuple[float, ...]
     received: tuple[float, ...]
+    submit: tuple[float, ...] = ()
+    each: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -116,7 +120,9 @@ class Way:
         expect = Expect(transfers, there, chunks, bound)
         send = Send(transfers, here, there, chunk_bytes, chunk_segments, bound)
         times = self._timed(send, expect, bound)
-        return Moved(reads.nbytes, len(reads), times.chunks, times.done, times.received)
+        return Moved(
+            reads.nbytes, len(reads), times.chunks, times.done, times.received, times.submit, times.each
+        )  # fmt: skip
 
     def copy(self, reads: Segments, writes: Segments, *, repeats: int = 1, bound: float = 30.0) -> Moved:
         """What the hardware can: the same bytes copied by one thread of the source into memory that both see.

@@ -117,11 +117,14 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Times(msgspec.Struct, frozen=True, tag=True):
-    """Seconds since the first call, for each repetition."""
+    """Seconds since the first call, for each repetition; and of each chunk of all of them: in the ``submit`` that took
+    it, and from then until its completion was seen."""
 
     done: tuple[float, ...]
     received: tuple[float, ...]
     chunks: int
+    submit: tuple[float, ...] = ()
+    each: tuple[float, ...] = ()
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
