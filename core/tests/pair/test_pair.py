@@ -1,5 +1,6 @@
 """Two processes that move given segments, and what is said of those that do not."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_segments_go_both_ways_and_every_byte_is_looked_at():
             assert len(moved.done) == len(moved.received) == 3
             assert all(0 < seconds < 10 for seconds in (*moved.done, *moved.received))
             assert moved.rate == moved.nbytes / moved.seconds
+            assert len(moved.submit) == len(moved.each) == 3 * moved.chunks
+            assert all(0 < spent for spent in moved.submit)
         copied = pair.forward.copy(SCATTERED, ELSEWHERE, repeats=2)
         assert len(copied.received) == 2
         empty = pair.forward.move(Segments.empty(), Segments.empty())
@@ -54,6 +57,19 @@ def test_segments_go_both_ways_and_every_byte_is_looked_at():
     assert problems == []
     with pytest.raises(LocalProtocolError, match="closed"):
         pair.forward.prepare()
+
+
+def test_both_ends_are_threads_of_one_process_where_the_transport_reaches_no_further():
+    problems = []
+    how = {"regions": (1 << 18, 4096), "reach": "same_process", "problems": problems.append}
+    with open_pair("loopback", **how) as pair:
+        assert len(set(pair.pids)) == 1
+        for way in (pair.forward, pair.back):
+            way.prepare()
+            way.move(SCATTERED, ELSEWHERE, chunk_bytes=20000)
+            way.check(SCATTERED, ELSEWHERE)
+        assert len(pair.forward.copy(SCATTERED, ELSEWHERE, repeats=2).received) == 2
+    assert problems == []
 
 
 def test_a_function_of_the_callers_runs_at_an_end():
@@ -131,7 +147,12 @@ def test_an_end_does_not_outlive_who_started_it(tmp_path):
     ran = subprocess.run([sys.executable, "-c", program, HERE], capture_output=True, text=True, timeout=60)
     ends = [int(pid) for pid in ran.stdout.split()]
     assert len(ends) == 2, ran.stderr
-    alive = [psutil.Process(pid) for pid in ends if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs([process for process in alive if HERE in str(process.environ())], timeout=10)
+    alive = []
+    for pid in ends:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end at any moment
+            process = psutil.Process(pid)
+            if HERE in str(process.environ()):
+                alive.append(process)
+    _, left = psutil.wait_procs(alive, timeout=10)
     assert not left
     assert os.getpid() not in ends

@@ -120,7 +120,7 @@ def _several(
         try:
             with open_pair(
                 wire.transport, wire.options, regions=regions, memory=wire.memory, devices=wire.devices, bounds=bounds,
-                problems=wire.notes.append,
+                reach=wire.reach, problems=wire.notes.append,
             ) as pair:  # fmt: skip
                 found = []
                 raw = _Raw(wire, pair.forward) if beside else None

@@ -1,4 +1,5 @@
-"""One end of a pair: ``python -P -m kvbaton.pair.end CONTROL BELL SHARED COORDINATOR``, started by :mod:`kvbaton.pair`.
+"""One end of a pair: ``python -P -m kvbaton.pair.end COORDINATOR SHARED CONTROL BELL``, started by :mod:`kvbaton.pair`.
+With a second CONTROL and BELL it is both, a thread each: for a transport that reaches no further than its process.
 
 It does what it is told over CONTROL.  BELL leads to the other end: a target rings it, with the time, whenever
 everything of a transfer has come, so that neither waits for whoever started them.  SHARED is memory that both see.
@@ -75,7 +76,7 @@ class End:
     """
 
     def __init__(self, order: Open, bell: socket.socket, shared: int) -> None:
-        plugin, valid = choose_connector(order.transport, Need(order.memory, "cross_process"), order.options)
+        plugin, valid = choose_connector(order.transport, Need(order.memory, order.reach), order.options)
         self.peer = PeerId.start(order.name)
         device = order.device if order.memory == "cuda" else None
         self.guard = GuardedConnector(
@@ -393,18 +394,27 @@ def _end_with(coordinator: int) -> None:
         threading.Thread(target=watch, name="kvbaton-lifeline", daemon=True).start()
 
 
-def main(control: int, bell: int, shared: int, coordinator: int) -> int:
+def main(coordinator: int, shared: int, *ends: int) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for descriptor in (control, bell, shared):
+    for descriptor in (shared, *ends):
         os.set_inheritable(descriptor, False)
     _end_with(coordinator)
-    with socket.socket(fileno=control) as ours, socket.socket(fileno=bell) as other, contextlib.suppress(EOFError):
-        _Main(Frames(ours), other, shared).serve()
+
+    def serve(control: int, bell: int) -> None:
+        with socket.socket(fileno=control) as ours, socket.socket(fileno=bell) as other, contextlib.suppress(EOFError):
+            _Main(Frames(ours), other, shared).serve()
+
+    beside = [threading.Thread(target=serve, args=ends[2:], name="kvbaton-pair")] if len(ends) > 2 else []
+    for thread in beside:
+        thread.start()
+    serve(*ends[:2])
+    for thread in beside:
+        thread.join()
     return 0
 
 
 if __name__ == "__main__":
     sys.path[:] = [entry or str(Path.cwd()) for entry in sys.path]
-    sys.exit(main(*map(int, sys.argv[1:5])))
+    sys.exit(main(*map(int, sys.argv[1:])))

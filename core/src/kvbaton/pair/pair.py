@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvbaton.connector import Capabilities, MemoryKind
+from kvbaton.connector import Capabilities, MemoryKind, Reach
 from kvbaton.errors import LocalProtocolError
 from kvbaton.identity import new_transfer_id
 from kvbaton.pair.process import GRACE, Cause, EndProcess, PairFailed
@@ -224,6 +224,9 @@ class Pair:
                 problems.append(str(error))
             else:
                 problems = [said for process in self._processes if (said := process.leave(bound))]
+                if not problems:
+                    said_at_exit = (process.exit(bound) for process in self._processes)
+                    problems = list(dict.fromkeys(filter(None, said_at_exit)))
         for process in self._processes:
             process.end()
         return problems
@@ -282,13 +285,15 @@ def open_pair(
     names: tuple[str, str] = ("prefill-0", "decode-0"),
     bounds: Bounds | None = None,
     chunk: float = 30.0,
+    reach: Reach = "cross_process",
     environment: Mapping[str, str] | None = None,
     problems: Callable[[str], object] | None = None,
 ) -> Iterator[Pair]:
     """A pair of ``transport`` (a name, or ``module:object``) with ``regions``, bytes each, at either end; connected.
 
     ``options``: plain values, as in settings.  ``chunk``: seconds that a chunk may take (T8).  ``environment`` is set
-    for both processes besides their own.  ``problems`` hears what was wrong with closing, in words.
+    for both processes besides their own.  ``problems`` hears what was wrong with closing, in words.  ``reach``
+    ``same_process``: both ends are threads of one process, for a transport that reaches no further.
 
     Raises :class:`PairFailed` where an end cannot be opened or connected, with what was said.
     """
@@ -299,11 +304,12 @@ def open_pair(
     try:
         with ours, theirs:
             os.ftruncate(shared, max(1, sum(regions)))
-            for name, bell in zip(names, (ours, theirs), strict=True):
-                processes.append(EndProcess(name, bell, shared, environment or {}))
+            ends = list(zip(names, (ours, theirs), strict=True))
+            for together in [ends] if reach == "same_process" else [[end] for end in ends]:
+                processes += EndProcess.start(together, shared, environment or {})
         first, second = processes
         opens = [
-            Open(transport, dict(options or {}), memory, device, name, tuple(regions), bounds.connect, chunk)
+            Open(transport, dict(options or {}), memory, device, name, tuple(regions), bounds.connect, chunk, reach)
             for name, device in zip(names, devices, strict=True)
         ]
         for process, order in zip(processes, opens, strict=True):

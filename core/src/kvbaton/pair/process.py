@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from kvbaton.errors import TransportError
 from kvbaton.launch.exit_status import describe
@@ -38,22 +38,38 @@ class PairFailed(TransportError):
 
 
 class EndProcess:
-    """Started at once; see :mod:`kvbaton.pair.end` for what runs there."""
+    """Started at once; see :mod:`kvbaton.pair.end` for what runs there.  ``frames`` leads to its end there."""
 
-    def __init__(self, name: str, bell: socket.socket, shared: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], said: IO[bytes], frames: Frames) -> None:
         self.name = name
-        ours, theirs = socket.socketpair()
+        self._process = process
+        self._said = said
+        self._frames = frames
+
+    @classmethod
+    def start(
+        cls, ends: Sequence[tuple[str, socket.socket]], shared: int, environment: Mapping[str, str]
+    ) -> list[EndProcess]:
+        """One process for all of ``ends``, which are names and bells; each is an end of its own."""
         # unlinked, so that it goes with the last descriptor; a file never fills up, as a pipe that nobody reads would
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
-        descriptors = (theirs.fileno(), bell.fileno(), shared)
+        said = tempfile.TemporaryFile()  # noqa: SIM115
+        controls = [socket.socketpair() for _ in ends]
+        descriptors = [shared]
+        for (_, theirs), (_, bell) in zip(controls, ends, strict=True):
+            descriptors += [theirs.fileno(), bell.fileno()]
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvbaton.pair.end", *map(str, descriptors), str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said, pass_fds=descriptors,
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvbaton.pair.end", str(os.getpid()), *map(str, descriptors)],
+                stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=descriptors,
                 env={**os.environ, "PYTHONPATH": path, **environment}, start_new_session=True,
             )  # fmt: skip
-        self._frames = Frames(ours)
+        finally:
+            for _, theirs in controls:
+                theirs.close()
+        return [
+            cls(name, process, said, Frames(ours)) for (name, _), (ours, _) in zip(ends, controls, strict=True)
+        ]  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -104,13 +120,18 @@ class EndProcess:
         return os.pread(self._said.fileno(), 1 << 16, 0).decode(errors="replace").strip()
 
     def leave(self, bound: float) -> str:
-        """Let it close and exit by itself; what was wrong with that, empty where nothing was."""
+        """Let it close; what was wrong with that, empty where nothing was."""
         try:
             self.tell(Close())
             self.hear(Close(), bound)
-            status = self._process.wait(bound)
         except PairFailed as error:
             return str(error)
+        return ""
+
+    def exit(self, bound: float) -> str:
+        """Wait for the exit of a process of which every end has closed; what was wrong with that."""
+        try:
+            status = self._process.wait(bound)
         except subprocess.TimeoutExpired:
             return f"{self.name}: closed, and its process did not exit within {bound:g} s"
         return f"{self.name}: its process ended with {describe(status)}" if status else ""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.connector import Capabilities, MemoryKind
+from kvbaton.connector import Capabilities, MemoryKind, Reach
 
 _LENGTH = struct.Struct("<I")
 
@@ -29,6 +29,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     regions: tuple[int, ...]
     connect: float
     chunk: float
+    reach: Reach = "cross_process"
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
