@@ -257,10 +257,15 @@ class Source:
         return run()
 
     def rates(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
-        """GB/s of each way, the median over ``repeats`` in which they take turns; and two rounds before them."""
+        """GB/s of each way, the median over ``repeats`` in which they take turns; and two rounds before them.
+
+        Each turn is two runs of a way, of which the second counts: where both processes use one device, the first also
+        pays for the device's change from the process whose way it was before.
+        """
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(repeats + 2):
             for way in ways:
+                self.turn(way)
                 spent = self.turn(way)
                 if turn >= 2:
                     seconds[way].append(spent)
