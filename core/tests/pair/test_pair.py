@@ -49,7 +49,7 @@ def test_segments_go_both_ways_and_every_byte_is_looked_at():
             assert all(0 < seconds < 10 for seconds in (*moved.done, *moved.received))
             assert moved.rate == moved.nbytes / moved.seconds
             assert len(moved.submit) == len(moved.each) == 3 * moved.chunks
-            assert all(0 < spent for spent in moved.submit)
+            assert all(spent > 0 for spent in moved.submit)
         copied = pair.forward.copy(SCATTERED, ELSEWHERE, repeats=2)
         assert len(copied.received) == 2
         empty = pair.forward.move(Segments.empty(), Segments.empty())

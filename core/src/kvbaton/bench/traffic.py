@@ -96,11 +96,24 @@ class Traffic:
         )  # fmt: skip
 
     def tables(self, requests: int, seed: int) -> npt.NDArray[np.int64]:
-        """Block ids, of shape ``[requests, planes, blocks]``: every block of the cache once."""
+        """Block ids, of shape ``[requests, planes, blocks]``: every block of the cache once.
+
+        Where they are scattered no block of a request lies right behind the one before it: none is merged with another.
+        """
         shape = requests, self.model.planes, self.blocks
         count = int(np.prod(shape))
-        ids = np.random.default_rng(seed).permutation(count) if self.scattered else np.arange(count)
-        return ids.astype(np.int64).reshape(shape)
+        if not self.scattered:
+            return np.arange(count, dtype=np.int64).reshape(shape)
+        draw = np.random.default_rng(seed)
+        ids = draw.permutation(count).astype(np.int64)
+        first = np.arange(1, count) % (shape[1] * shape[2]) == 0
+        while True:
+            # about one in a row, however long it is
+            behind = 1 + np.flatnonzero((np.diff(ids) == 1) & ~first)
+            if not len(behind):
+                return ids.reshape(shape)
+            for at, other in zip(behind, draw.integers(count, size=len(behind)), strict=True):
+                ids[at], ids[other] = ids[other], ids[at]
 
     # -- one request, as segments --------------------------------------------------------------------------------------
 

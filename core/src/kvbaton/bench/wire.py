@@ -28,7 +28,9 @@ _WARM_UP: Final = 2
 LENGTHS: Final = tuple(4096 << step for step in range(13))
 _SWEEP_BYTES, _SWEEP_MOST, _SWEEP_LEAST = 64 << 20, 8192, 8
 #: Bytes per second of a wire that is given up.
-_TOO_SLOW = 20e6
+_TOO_SLOW: Final = 20e6
+#: Seconds beyond that, for everything that is waited for.
+_PATIENCE: Final = 30.0
 _RAW = "kvbaton.bench.raw:"
 
 Told = Callable[[str, float], None]
@@ -146,7 +148,7 @@ def _take(
 ) -> Carried:  # fmt: skip
     """One case: looked at, warm, and then for about ``seconds``."""
     nbytes = reads.nbytes
-    bound = 30.0 + nbytes / _TOO_SLOW
+    bound = _PATIENCE + nbytes / _TOO_SLOW
     cut = {"chunk_bytes": wire.chunk_bytes, "chunk_segments": wire.chunk_segments}
     told(0.0)
     way.prepare()
@@ -178,7 +180,7 @@ def _take(
                 beside.append(other)
                 of_baseline.append(other / ours)
         turn += 1
-        told(max(1 - (by - time.monotonic()) / seconds, turn / (_WARM_UP + _TURNS)))
+        told(min(1.0, max(1 - (by - time.monotonic()) / seconds, turn / (_WARM_UP + _TURNS))))
     return Carried(
         int(np.median(reads.length)), len(reads), moved.chunks, nbytes, wire.reach,
         Spread.of([nbytes / spent for spent in took]), Spread.of(took), Spread.of(each), Spread.of(submit),
@@ -216,6 +218,7 @@ class _Raw:
         if self._both("prepare", {**lists, "source": True}, {**lists, "source": False}, 60.0) is not None:
             self.turn(bound)
             if self._able:
+                self.has_its_turn = True
                 self._way.check(reads, writes)
         self.has_its_turn = False
 

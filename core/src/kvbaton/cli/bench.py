@@ -190,7 +190,7 @@ def _transport_table(moved: Carried, memory: MemoryKind) -> Table:
     ends = "two processes" if moved.reach == "cross_process" else "one process"
     copied = "copied by one thread" if memory == "host" else "copied on the device"
     raw = moved.baseline
-    table = _table(f"transport, {ends}", "median", "p10", "p90", "of", "")
+    table = _table(f"transport, {ends}", "median", "p10", "p90", "runs", "")
     _row(table, f"{moved.chunks} chunks, until received", moved.latency, "ms", 1e3)
     _row(table, "rate", moved.rate, "GB/s", 1e-9)
     if raw is not None:
@@ -220,7 +220,7 @@ def _sweep_table(measured: Measured) -> Table:
 
 
 def _handoff_table(found: HandOffs, of_transport: float | None) -> Table:
-    table = _table(f"whole hand-offs, stages as {found.launch}", "median", "p10", "p90", "of", "")
+    table = _table(f"whole hand-offs, stages as {found.launch}", "median", "p10", "p90", "runs", "")
     _row(table, "without a payload, one at a time", found.empty, "ms", 1e3)
     _row(table, f"of {size(found.nbytes)}, one at a time", found.alone, "ms", 1e3)
     _row(table, f"{found.at_once} at a time", found.together, "/s")

@@ -1,0 +1,131 @@
+"""``kvbaton bench``, as a user has it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+SMALL = ("--like", "smollm2-135m", "--tokens", "32", "--seconds", "0.3", "--requests", "5")
+
+
+@pytest.fixture
+def kvbaton(monkeypatch):
+    for name in [name for name in os.environ if name.upper().startswith("KVBATON_")]:
+        monkeypatch.delenv(name)
+    from kvbaton.cli.app import app
+
+    return lambda *arguments: CliRunner().invoke(app, ["bench", *arguments])
+
+
+def test_everything_at_once_within_eighty_columns_and_as_a_picture(kvbaton, tmp_path):
+    picture = tmp_path / "found.svg"
+    result = kvbaton("loopback", *SMALL, "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "smollm2-135m: 30 layers, 3 KV heads of 64, bfloat16"
+    assert lines[1].startswith("32 tokens, scattered blocks of 16, layout block: 5 segments, ")
+    for word in ("transport, one process", "whole hand-offs, stages as threads", "their rate / the transport's"):
+        assert word in result.stdout
+    assert [line.split()[0] for line in lines if line.startswith("received ")] == ["received"]
+    drawn = picture.read_text()
+    assert "<svg" in drawn
+    assert "loopback, host memory: smollm2-135m" in drawn
+
+
+def test_json_has_the_same_in_base_units(kvbaton, tmp_path):
+    result = kvbaton(
+        "loopback", *SMALL, "--json", "--at-once", "2", "--chunk-bytes", "100KiB", "--layout", "layer", "--contiguous"
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["schema"] == 1
+    assert found["traffic"]["chunk_bytes"] == 102400
+    assert found["traffic"]["scattered"] is False
+    assert found["moved"]["bytes"] == found["handoffs"]["bytes"] == found["traffic"]["bytes"]
+    assert found["moved"]["chunks"] == found["handoffs"]["chunks"] > 1
+    assert found["moved"]["baseline"] is None
+    assert found["handoffs"]["latency"]["count"] <= 5
+    assert found["handoffs"]["at_once"] == 2
+    assert 0 < found["handoffs"]["milestones"]["received"]["median"] < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("loopbck",), 'Did you mean "loopback"'),
+        (("loopback", "--like", "lama-8b"), 'Did you mean "llama-8b"'),
+        (("loopback", "--tokens", "100"), "take 96 or 112 tokens"),
+        (("loopback", "--tokens", "many"), "--tokens many: a whole number"),
+        (("loopback", "--seconds", "0"), "--seconds 0: a number of seconds"),
+        (("loopback", "--layout", "layers"), 'write block or layer. Did you mean "layer"'),
+        (("loopback", "--memory", "tape"), "write host or cuda"),
+        (("loopback", "--memory", "cuda"), "host memory"),
+        (("loopback", "--part", "some"), "write all, transport or handoff"),
+        (("loopback", "--layers", "3"), "--kv-heads, --head-dim: needed as well"),
+        (("loopback", "--plot", "found.pdf"), "ends in .svg or .png"),
+        (("loopback", "--plot", "nowhere/found.svg"), "there is no folder nowhere"),
+        (("loopback", "--chunk-bytes", "big"), "not a size in bytes"),
+        (("loopback", "--transport-option", "speed=9"), 'has no option "speed"'),
+        (("loopback", "--like", "llama-405b", "--tokens", "16777216"), "Nothing was allocated. Take fewer --tokens"),
+        (("loopback", *SMALL, "--part", "handoff", "--at-once", "9999999"), "or fewer --at-once"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(kvbaton, arguments, says):
+    result = kvbaton(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not result.stdout
+
+
+def test_drawing_without_matplotlib_names_the_extra(kvbaton, monkeypatch):
+    import importlib.util
+
+    from kvbaton.bench import picture
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        picture.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )  # fmt: skip
+    result = kvbaton("loopback", "--plot", "found.svg")
+    assert result.exit_code == 2
+    assert "pip install 'kvbaton[plot]'" in result.stderr
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("part", ["transport", "handoff"])
+def test_ctrl_c_leaves_no_process(part):
+    program = "from kvbaton.cli import main; main()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "bench", "loopback", *SMALL, "--part", part, "--seconds", "60"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        here = psutil.Process(child.pid)
+        busy = 2.0 if part == "transport" else 1.0
+        with child:
+            while child.poll() is None:  # the test's own timeout bounds it
+                ends = here.children(recursive=True)
+                if part == "handoff" and here.num_threads() > 5:
+                    break
+                if part == "transport" and ends and sum(end.cpu_times().user for end in ends) > busy / 4:
+                    break
+                try:
+                    child.wait(0.05)
+                except subprocess.TimeoutExpired:
+                    continue
+            ends = here.children(recursive=True)
+            child.send_signal(signal.SIGINT)
+            _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130, errors
+    assert errors == "kvbaton: interrupted\n"
+    _, left = psutil.wait_procs(ends, timeout=10)
+    assert not left
