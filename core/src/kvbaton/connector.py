@@ -391,6 +391,41 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
+class SelfTest:
+    """What two processes of one host have shown of a transport, for the ``advice`` of its plugin.
+
+    ``rate`` (bytes per second, of the slower direction) is that of the largest size that was tried, ``plain`` that of
+    copying the same bytes without a transport, ``latency`` seconds until the smallest size had arrived.  ``devices``
+    are those of the two ends, where ``memory`` is ``cuda``.  ``environment`` has the variables that bend the choice,
+    ``peer_access`` whether the two devices reach each other's memory, ``ptrace_scope`` what the kernel allows (``None``
+    where it was not found out).
+    """
+
+    memory: MemoryKind
+    devices: tuple[int, int]
+    rate: float
+    plain: float
+    latency: float
+    lanes: tuple[Lane, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    peer_access: bool | None = None
+    ptrace_scope: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a plugin says of a :class:`SelfTest`: one sentence each, for an operator.
+
+    ``degraded``: it works, and not as it should; ``note``: as it should, and worth knowing.
+    """
+
+    level: Literal["degraded", "note"]
+    text: str
+    expected: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectorContext:
     """What a connector is opened with: who it is, and on which device its stage lives (``None``: host only)."""
 
@@ -407,7 +442,11 @@ class ConnectorPlugin(Protocol):
 
     It may also have ``lanes(options, kind)``, which returns a list of :class:`Lane`: by which ways bytes in memory of
     that kind go between two processes of this host, found out by sending some.  It may take seconds and raises
-    :class:`~kvbaton.errors.TransportError` where none go.  ``kvbaton lanes`` shows them; nothing else calls it.
+    :class:`~kvbaton.errors.TransportError` where none go.  ``kvbaton lanes`` and ``kvbaton doctor`` show them.
+
+    It may also have ``advice(options, found)``, which returns a list of :class:`Advice` on a :class:`SelfTest`: whether
+    what was found is what this transport should reach on such a machine, and what to do where it is not.  Pure: it
+    opens and measures nothing.  ``kvbaton doctor`` asks; without it only the rate counts.
 
     And ``baseline(options, regions)``, which returns one end of a :class:`~kvbaton.bench.baseline.Baseline`: what the
     transport is made of, used without kvbaton.  ``kvbaton bench`` sets its rate beside; nothing else calls it.

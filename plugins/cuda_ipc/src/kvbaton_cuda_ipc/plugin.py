@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, MemoryRegion, Need
+from kvbaton.connector import (
+    API_VERSION,
+    Advice,
+    Availability,
+    Capabilities,
+    ConnectorContext,
+    MemoryRegion,
+    Need,
+    SelfTest,
+)
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc import library
 from kvbaton_cuda_ipc.options import UcxOptions
@@ -67,6 +76,12 @@ class UcxPlugin:
         from kvbaton_cuda_ipc.baseline import RawUcx
 
         return RawUcx(options, regions)
+
+    def advice(self, options: UcxOptions, found: SelfTest) -> list[Advice]:
+        """Whether bytes go as fast as they should here."""
+        from kvbaton_cuda_ipc.advice import advise
+
+        return advise(options, found)
 
     def open(self, options: UcxOptions, context: ConnectorContext) -> UcxConnector:
         """A connector for the stage ``context.peer``."""

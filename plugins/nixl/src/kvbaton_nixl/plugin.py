@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvbaton.connector import (
     API_VERSION,
+    Advice,
     Availability,
     Capabilities,
     ConnectorContext,
@@ -15,6 +16,7 @@ from kvbaton.connector import (
     MemoryKind,
     MemoryRegion,
     Need,
+    SelfTest,
 )
 from kvbaton.errors import TransportError
 from kvbaton_nixl import library
@@ -83,6 +85,12 @@ class NixlPlugin:
         from kvbaton_nixl.baseline import RawNixl
 
         return RawNixl(options, regions)
+
+    def advice(self, options: NixlOptions, found: SelfTest) -> list[Advice]:
+        """Whether the ways that UCX took are those that it should, and what keeps it from them."""
+        from kvbaton_nixl.advice import advise
+
+        return advise(options, found)
 
     def open(self, options: NixlOptions, context: ConnectorContext) -> NixlConnector:
         """A connector for the stage ``context.peer``.

@@ -1,0 +1,170 @@
+"""A transport tried between two real processes: a few sizes, both ways, every byte looked at, plain copying beside it.
+
+Whatever it does (hang, die, corrupt, refuse) is a :class:`Failure` of bounded duration, never an exception.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal
+
+import msgspec
+
+from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind
+from kvbaton.errors import KvbatonError
+from kvbaton.pair import Bounds, Moved, Pair, PairFailed, Way, open_pair
+from kvbaton.segments import Segments
+
+KiB, MiB = 1 << 10, 1 << 20
+SIZES: Final = (4 * KiB, 64 * KiB, 1 * MiB, 16 * MiB)
+#: Seconds for one size in one direction, warm-up aside, and the repetitions within them.
+BUDGET: Final = 0.2
+REPEATS: Final = (3, 40)
+#: Seconds that any one order may take, and after which no further size is begun.
+BOUND: Final = 10.0
+ENOUGH: Final = 20.0
+
+Progress = Callable[[str], object]
+OpenPair = Callable[..., AbstractContextManager[Pair]]
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One size in one direction: medians, seconds and bytes per second.  ``copy_*``: of plain copying."""
+
+    nbytes: int
+    source: str
+    target: str
+    repeats: int
+    seconds: float
+    rate: float
+    copy_seconds: float
+    copy_rate: float
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """``cause``: refused, failed, late, hung, died or wrong; see :class:`~kvbaton.pair.PairFailed`."""
+
+    cause: Literal["refused", "failed", "late", "hung", "died", "wrong"]
+    text: str
+    said: str = ""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What was found.  ``lanes_reason``: why there are no lanes.  ``closing``: what was wrong with how it ended."""
+
+    memory: MemoryKind
+    devices: tuple[int, int]
+    measured: tuple[Measured, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    lanes_reason: str = ""
+    failure: Failure | None = None
+    closing: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def _of_size(self, nbytes: int) -> list[Measured]:
+        return [one for one in self.measured if one.nbytes == nbytes]
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second at the largest size, of the slower direction; 0 where nothing was measured."""
+        return min((one.rate for one in self._of_size(max(self._sizes))), default=0.0) if self.measured else 0.0
+
+    @property
+    def plain(self) -> float:
+        """The same of plain copying, of the faster direction."""
+        return max((one.copy_rate for one in self._of_size(max(self._sizes))), default=0.0) if self.measured else 0.0
+
+    @property
+    def latency(self) -> float:
+        """Seconds until the smallest size had arrived, of the slower direction."""
+        return max((one.seconds for one in self._of_size(min(self._sizes))), default=0.0) if self.measured else 0.0
+
+    @property
+    def _sizes(self) -> set[int]:
+        return {one.nbytes for one in self.measured}
+
+
+def attempt(
+    name: str,
+    plugin: ConnectorPlugin,
+    options: Any,
+    memory: MemoryKind,
+    devices: tuple[int, int] = (0, 0),
+    *,
+    progress: Progress = lambda line: None,
+    sizes: Sequence[int] = SIZES,
+    bound: float = BOUND,
+    opener: OpenPair = open_pair,
+) -> Trial:
+    """Try ``name``, whose plugin and valid options are given.  Nothing runs any more when it returns."""
+    start = time.monotonic()
+    lanes, reason = _lanes(plugin, options, memory, progress)
+    measured: list[Measured] = []
+    closing: list[str] = []
+    failure = None
+    progress("starting two processes")
+    try:
+        with opener(
+            name, _plain(options), regions=(2 * max(sizes),), memory=memory, devices=devices,
+            bounds=Bounds(open=30.0 if memory == "host" else 90.0, connect=bound, look=30.0, close=5.0),
+            chunk=bound, problems=closing.append,
+        ) as pair:  # fmt: skip
+            for way in (pair.forward, pair.back):
+                way.prepare()
+                for nbytes in sizes:
+                    if time.monotonic() - start > ENOUGH and measured:
+                        break
+                    progress(f"{_size(nbytes)} from {way.source} to {way.target}")
+                    measured.append(_measure(way, nbytes, 2 * max(sizes), bound))
+    except PairFailed as error:
+        failure = Failure(error.cause, str(error), error.said)
+    except KvbatonError as error:
+        failure = Failure("failed", str(error))
+    return Trial(
+        memory, devices, tuple(measured), lanes, reason, failure, tuple(closing), time.monotonic() - start
+    )  # fmt: skip
+
+
+def _lanes(
+    plugin: ConnectorPlugin, options: Any, memory: MemoryKind, progress: Progress
+) -> tuple[tuple[Lane, ...], str]:
+    ask = getattr(plugin, "lanes", None)
+    if ask is None:
+        return (), "the transport does not say"
+    progress("looking which ways it takes")
+    try:
+        return tuple(ask(options, memory)), ""
+    except Exception as error:  # foreign code, and what it could not find out is no verdict on what it can
+        return (), str(error)
+
+
+def _measure(way: Way, nbytes: int, room: int, bound: float) -> Measured:
+    reads, writes = Segments.one(0, 0, nbytes), Segments.one(0, room - nbytes, nbytes)
+    way.move(reads, writes, bound=bound)
+    way.check(reads, writes)  # T3
+    once = way.move(reads, writes, bound=bound)
+    moved = _timed(lambda repeats: way.move(reads, writes, repeats=repeats, bound=bound), once)
+    way.check(reads, writes)
+    way.copy(reads, writes, bound=bound)
+    copied = _timed(lambda repeats: way.copy(reads, writes, repeats=repeats, bound=bound), moved)
+    return Measured(
+        nbytes, way.source, way.target, len(moved.received), moved.seconds, moved.rate, copied.seconds, copied.rate
+    )  # fmt: skip
+
+
+def _timed(move: Callable[[int], Moved], once: Moved) -> Moved:
+    fewest, most = REPEATS
+    if once.seconds * fewest > BUDGET:
+        return once
+    return move(max(fewest, min(most, int(BUDGET / max(once.seconds, 1e-6)))))
+
+
+def _plain(options: Any) -> Mapping[str, Any]:
+    values: Mapping[str, Any] = options.model_dump(mode="json", exclude_unset=True)
+    return values
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= MiB else f"{nbytes >> 10} KiB"

@@ -1,0 +1,129 @@
+"""Whether a transport is fit on this machine: judged by what was tried, and by what its plugin expects.
+
+A plugin says so with ``advice``, see :class:`~kvbaton.connector.ConnectorPlugin`.  What every transport is measured by
+besides is plain copying in the same run: one that is slower by :data:`FAR_SLOWER` has fallen to something slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from kvbaton.connector import Advice, ConnectorPlugin, SelfTest
+from kvbaton.doctor.machine import Machine
+from kvbaton.doctor.trial import Trial
+
+#: A transport with less than this share of the rate of plain copying is degraded.  Copying within a device is so fast
+#: that what is started from Python comes nowhere near it.
+FAR_SLOWER: Final[Mapping[str, float]] = {"host": 1 / 30, "cuda": 1 / 200}
+
+Standing = Literal["fit", "degraded", "unusable"]
+
+#: What a command ends with.
+STATUSES: Final[Mapping[Standing, int]] = {"fit": 0, "degraded": 1, "unusable": 2}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One sentence for an operator; ``expected`` and ``remedy`` may be empty."""
+
+    level: Literal["unusable", "degraded", "note"]
+    text: str
+    expected: str = ""
+    remedy: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    standing: Standing
+    summary: str
+    findings: tuple[Finding, ...] = ()
+
+
+def judge(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machine: Machine) -> Verdict:
+    """Never raises: a plugin whose advice fails has said nothing but that."""
+    findings = _of_failure(name, trial)
+    if trial.measured and trial.failure is None:
+        findings += _of_rate(name, trial, _advice(name, plugin, options, trial, machine))
+    if trial.closing:
+        findings.append(
+            Finding(
+                "degraded", f"it does not end as it must: {'; '.join(trial.closing)}", "",
+                f"kvbaton conformance {name} -k teardown --partial looks closer",
+            )
+        )  # fmt: skip
+    levels = {finding.level for finding in findings}
+    standing: Standing = "unusable" if "unusable" in levels else "degraded" if "degraded" in levels else "fit"
+    return Verdict(standing, _summary(trial), tuple(findings))
+
+
+def rate(value: float) -> str:
+    """``8.1 GB/s``, or in MB/s below a tenth of one."""
+    return f"{value / 1e9:.1f} GB/s" if value >= 1e8 else f"{value / 1e6:.1f} MB/s"
+
+
+def _summary(trial: Trial) -> str:
+    if trial.failure is not None or not trial.measured:
+        return ""
+    share = trial.rate / trial.plain if trial.plain else 0.0
+    return (
+        f"{rate(trial.rate)}, {share:.2f} of plain copying ({rate(trial.plain)});"
+        f" {trial.latency * 1e6:.1f} us for the smallest"
+    )
+
+
+def _of_failure(name: str, trial: Trial) -> list[Finding]:
+    failure = trial.failure
+    if failure is None:
+        return []
+    remedy = {
+        "refused": "",
+        "failed": "",
+        "late": "look whether the two processes reach each other: containers, firewalls, UCX_TLS",
+        "hung": f"kvbaton conformance {name} says in which situations it does",
+        "died": f"kvbaton conformance {name} says in which situations it does",
+        "wrong": f"do not use it: kvbaton conformance {name} says which clause it breaks",
+    }[failure.cause]
+    return [Finding("unusable", failure.text, "", remedy)]
+
+
+def _of_rate(name: str, trial: Trial, advice: list[Advice]) -> list[Finding]:
+    found = [Finding(one.level, one.text, one.expected, one.remedy) for one in advice]
+    if (
+        trial.plain
+        and trial.rate < FAR_SLOWER[trial.memory] * trial.plain
+        and not any(one.level == "degraded" for one in found)
+    ):
+        found.append(
+            Finding(
+                "degraded", f"{trial.memory} memory moves at {rate(trial.rate)}: {trial.plain / trial.rate:.0f} times"
+                f" slower than plain copying", f"a good part of {rate(trial.plain)}",
+                f"look by which ways it goes: kvbaton lanes {name}" if trial.lanes else "",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _advice(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machine: Machine) -> list[Advice]:
+    ask = getattr(plugin, "advice", None)
+    if ask is None:
+        return []
+    found = SelfTest(
+        trial.memory, trial.devices, trial.rate, trial.plain, trial.latency, trial.lanes, machine.environment,
+        _reach(machine, trial), None if machine.may_ptrace else machine.ptrace_scope,
+    )  # fmt: skip
+    try:
+        return list(ask(options, found))
+    except Exception as error:
+        return [Advice("note", f"the plugin {name} could not say what to expect: {type(error).__name__}: {error}")]
+
+
+def _reach(machine: Machine, trial: Trial) -> bool | None:
+    """Whether the two devices of a trial reach each other; as they are numbered where all are visible."""
+    one, other = sorted(trial.devices)
+    if one == other:
+        return True
+    if "CUDA_VISIBLE_DEVICES" in machine.environment:
+        return None
+    known = {(a, b): how for a, b, how in machine.gpu_peers}
+    return known[one, other] != "none" if (one, other) in known else None
