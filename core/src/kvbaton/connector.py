@@ -448,6 +448,10 @@ class ConnectorPlugin(Protocol):
     what was found is what this transport should reach on such a machine, and what to do where it is not.  Pure: it
     opens and measures nothing.  ``kvbaton doctor`` asks; without it only the rate counts.
 
+    It may also have ``leftovers()``, which returns :class:`~kvbaton.doctor.leftovers.Leftover` for what processes of
+    its own may have left on disk under names that are not kvbaton's.  ``kvbaton doctor --clean`` proves each abandoned
+    before it removes it.
+
     And ``baseline(options, regions)``, which returns one end of a :class:`~kvbaton.bench.baseline.Baseline`: what the
     transport is made of, used without kvbaton.  ``kvbaton bench`` sets its rate beside; nothing else calls it.
     """

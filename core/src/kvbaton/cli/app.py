@@ -425,6 +425,54 @@ def bench_command(
         bench.bench(bench.plan(settings, flags), as_json=as_json, plot=plot)
 
 
+@app.command("doctor")
+def doctor_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="Try this transport only; by default that of the settings, or each.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    transport_option: TransportOption = None,
+    assign: Set = None,
+    memory: Annotated[
+        str | None,
+        typer.Option("--memory", metavar="KIND", help="Between which memory: host or cuda; by default as configured."),
+    ] = None,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Instead, remove what dead processes of kvbaton left behind.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --clean: only say what would be removed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Look at this machine, and let two processes move bytes over each transport.
+
+    Exit status, for the configured transport: 0 fit, 1 degraded, 2 unusable.
+    """
+    _begin(debug)
+    with explained(debug=debug):
+        if memory not in (None, "host", "cuda"):
+            raise SettingsError(f"--memory {memory}: write host or cuda", key="", origin=None)
+        if dry_run and not clean:
+            raise SettingsError("--dry-run: it goes with --clean", key="", origin=None)
+        from kvbaton.cli.doctor import doctor, tidy
+
+        single = {"--transport": name}
+        settings, _ = _settings(config, single, transport_option, (), assign, {"model": "(not set)"})
+        if clean:
+            status = tidy(settings, dry_run=dry_run, as_json=as_json)
+        else:
+            kind: Any = memory
+            status = doctor(
+                settings, named="argument" if name is not None else "settings", memory=kind, as_json=as_json
+            )  # fmt: skip
+    raise typer.Exit(status)
+
+
 def _builtin(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(value)

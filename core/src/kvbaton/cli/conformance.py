@@ -11,14 +11,15 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, say
 from kvbaton.connector import MemoryKind, Need
+from kvbaton.control import private_directory
 from kvbaton.errors import ConfigurationError, PluginUnavailable
 from kvbaton.plugins import choose_connector
 
@@ -80,7 +81,10 @@ def judge(order: Order) -> int:
     if importlib.util.find_spec("kvbaton_conformance") is None:
         raise ConfigurationError("the conformance kit is not installed: pip install kvbaton-conformance")
     _look(order)
-    with tempfile.TemporaryDirectory(prefix="kvbaton-conformance-") as folder:
+    with ExitStack() as stack:
+        private = private_directory.make(None)
+        stack.callback(private.remove)
+        folder = str(private.path)
         report = (order.report or Path(folder, "report")).resolve()
         report.mkdir(parents=True, exist_ok=True)
         verdict_file = report / "conformance.json"
@@ -94,7 +98,10 @@ def judge(order: Order) -> int:
         if ":" in order.connector:
             paths.append(str(Path.cwd()))
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        process = subprocess.Popen(command(order, report), cwd=folder, env=environment, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(order, report), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+            pass_fds=(private.lock,),  # so that the folder is in use for as long as it runs
+        )  # fmt: skip
         status = _wait(process)
         if not verdict_file.is_file():
             # it ended before there was a verdict; pytest has said why

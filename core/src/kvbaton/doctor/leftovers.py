@@ -196,7 +196,7 @@ def _boot(places: Places) -> float:
 
 
 def _locked(path: Path, held: ExitStack, user: int) -> str | None:
-    """Take the lock on ``path`` until ``held`` ends; why that cannot be, else None.  A lock that is not there is free."""
+    """Take the lock on ``path`` until ``held`` ends; why that cannot be, else None.  One that is not there is free."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

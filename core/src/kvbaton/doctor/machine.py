@@ -360,12 +360,13 @@ def _of_variables(machine: Machine) -> list[Note]:
     found = []
     ways = machine.environment.get("UCX_TLS")
     if ways is not None:
-        found.append(Note("UCX_TLS", f"{ways}: UCX takes no other way than these", "unset it, and UCX chooses"))
         names = ways.removeprefix("^").split(",")
         if not ways.startswith("^") and not {"all", "tcp"} & set(names):
             found.append(
-                Note("UCX_TLS", "tcp is not among them: UCX cannot connect two processes", f"UCX_TLS={ways},tcp")
+                Note("UCX_TLS", f"{ways}: UCX cannot connect two processes without tcp", f"set UCX_TLS={ways},tcp")
             )
+        elif ways != "all":
+            found.append(Note("UCX_TLS", f"{ways}: it limits the ways that UCX takes", "unset it, and UCX chooses"))
     nets = machine.environment.get("UCX_NET_DEVICES")
     if nets is not None:
         found.append(Note("UCX_NET_DEVICES", f"{nets}: UCX uses no other network than these", ""))

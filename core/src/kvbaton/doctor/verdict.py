@@ -17,7 +17,7 @@ from kvbaton.doctor.trial import Trial
 
 #: A transport with less than this share of the rate of plain copying is degraded.  Copying within a device is so fast
 #: that what is started from Python comes nowhere near it.
-FAR_SLOWER: Final[Mapping[str, float]] = {"host": 1 / 30, "cuda": 1 / 200}
+FAR_SLOWER: Final[Mapping[str, float]] = {"host": 1 / 100, "cuda": 1 / 200}
 
 Standing = Literal["fit", "degraded", "unusable"]
 
@@ -32,6 +32,11 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
     expected: str = ""
     remedy: str = ""
+
+    def sentence(self) -> str:
+        """All of it."""
+        expected = f"; expected {self.expected}" if self.expected else ""
+        return f"{self.text}{expected}{'; ' + self.remedy if self.remedy else ''}"
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -62,13 +67,18 @@ def rate(value: float) -> str:
     return f"{value / 1e9:.1f} GB/s" if value >= 1e8 else f"{value / 1e6:.1f} MB/s"
 
 
+def duration(seconds: float) -> str:
+    """``41.2 us`` or ``3.1 ms``."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
 def _summary(trial: Trial) -> str:
     if trial.failure is not None or not trial.measured:
         return ""
     share = trial.rate / trial.plain if trial.plain else 0.0
     return (
         f"{rate(trial.rate)}, {share:.2f} of plain copying ({rate(trial.plain)});"
-        f" {trial.latency * 1e6:.1f} us for the smallest"
+        f" {duration(trial.latency)} for the smallest"
     )
 
 

@@ -45,6 +45,7 @@ from transformers.utils import logging as transformers_logging
 from kvbaton.engine import Tokenizer
 from kvbaton.errors import ModelError, ModelNotFound, RequestRefused, UnsupportedModel, closest
 from kvbaton_transformers import support
+from kvbaton_transformers.cache_folder import CONVERTED, CONVERTING, cache_folder
 from kvbaton_transformers.looped import LoopedModel, LoopOptions
 from kvbaton_transformers.random_weights import BYTES, random_model, tiny_llama_config, tiny_qwen_config
 
@@ -133,11 +134,6 @@ _ATTENTION = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of ``source``; errors as for :func:`prepare`.  Random models read and write plain bytes."""
     return _locate(source).tokenizer()
-
-
-def cache_folder() -> Path:
-    """Where converted checkpoints are kept: ``$XDG_CACHE_HOME/kvbaton``, else ``~/.cache/kvbaton``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbaton"
 
 
 class ByteTokenizer:
@@ -298,7 +294,7 @@ class _Gguf:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._sha256 = _file_digest(path)
-        self._folder = cache_folder() / "gguf" / f"{self._sha256}-{_CONVERSION}"
+        self._folder = cache_folder() / CONVERTED / f"{self._sha256}-{_CONVERSION}"
         self._converted = _Folder(self._folder, f"gguf-sha256:{self._sha256}")
         self._config: PretrainedConfig | None = None
 
@@ -330,7 +326,7 @@ class _Gguf:
         support.check(config, str(self._path))
         _log.info("converting %s once, into %s", self._path, self._folder)
         where: dict[str, Any] = {"gguf_file": self._path.name, "local_files_only": True}
-        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=self._folder.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=CONVERTING, dir=self._folder.parent))
         try:
             with _quiet(), _mapped(self._path):
                 AutoTokenizer.from_pretrained(self._path.parent, config=config, **where).save_pretrained(scratch)

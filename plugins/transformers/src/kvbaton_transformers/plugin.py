@@ -10,6 +10,7 @@ from kvbaton.engine import ENGINE_API_VERSION
 from kvbaton.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from kvbaton.doctor.leftovers import Leftover
     from kvbaton.engine import Role, StageEngine, Tokenizer
     from kvbaton_transformers.engine import TransformersEngine
     from kvbaton_transformers.looped import LoopOptions
@@ -128,6 +129,12 @@ class TransformersPlugin:
             loops=options.loops.build() if options.loops else None,
         )
         return TransformersEngine(checkpoint, options, role, lambda: checkpoints.load_tokenizer(model))
+
+    def leftovers(self) -> list[Leftover]:
+        """Conversions that were killed; see :class:`~kvbaton.connector.ConnectorPlugin`."""
+        from kvbaton_transformers.cache_folder import leftovers
+
+        return leftovers()
 
     @staticmethod
     def _device(options: TransformersOptions, device: int | None) -> str:
