@@ -191,7 +191,7 @@ def _transport_table(moved: Carried, memory: MemoryKind) -> Table:
     copied = "copied by one thread" if memory == "host" else "copied on the device"
     raw = moved.baseline
     table = _table(f"transport, {ends}", "median", "p10", "p90", "runs", "")
-    _row(table, f"{moved.chunks} chunks, until received", moved.latency, "ms", 1e3)
+    _row(table, f"{moved.chunks} chunk{'s' if moved.chunks > 1 else ''}, until received", moved.latency, "ms", 1e3)
     _row(table, "rate", moved.rate, "GB/s", 1e-9)
     if raw is not None:
         _row(table, raw.name, raw.rate, "GB/s", 1e-9)
