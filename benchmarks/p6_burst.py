@@ -52,7 +52,7 @@ def open_guard(name: str, memory: np.ndarray) -> GuardedConnector:
 class Pumped:
     """What either stage does on its pump thread, without the rest of a stage."""
 
-    urgent = True
+    urgent = imminent = True
     flowing = False
 
     def __init__(self, guard: GuardedConnector, peer: PeerId | None = None) -> None:

@@ -16,7 +16,7 @@ from kvbaton.handoff.table import DestinationPhase, SourcePhase
 from kvbaton.identity import TransferId
 from kvbaton.messages import Call, Failed, PeerDown, Reply, Reserved
 from kvbaton.settings import Settings
-from kvbaton.stage.engine_loop import EngineLoop, Quit
+from kvbaton.stage.engine_loop import EngineLoop, Quit, Released
 from kvbaton.stage.prefill import PrefillStage
 from kvbaton.stage.worker import run
 from kvbaton_conformance.deployment import Deployment, StageSeat
@@ -640,6 +640,30 @@ def test_transports_whose_wires_differ_are_not_connected() -> None:
     world.finish()
 
 
+def test_a_report_ends_the_wait_of_a_pump_that_sleeps_and_rings_for_no_other(
+    world: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = world.seats["decode-0"].stage
+    rings: list[str] = []
+    monkeypatch.setattr(type(d.channel), "wake", lambda self: rings.append("ring"))
+    report = Released(TransferId("0" * 32))
+    d.report(report)
+    assert rings == []  # it is seen before the next wait
+    # whoever reports between the pump's last look and its sleep has to ring
+    monkeypatch.setattr(type(d.channel), "wait", lambda self, timeout: d.report(report))
+    d.wait(0.1)
+    assert rings == []  # something was there: it did not sleep at all
+    d._reports.clear()
+    d.wait(0.1)
+    assert rings == ["ring"]
+    d._reports.clear()
+    d.report(report)
+    assert rings == ["ring"]
+    d._reports.clear()
+    monkeypatch.undo()
+    world.finish()
+
+
 @pytest.mark.clause("T5", "C2.3")
 def test_who_waits_for_the_transport(world: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     """P waits on it while chunks are under way; D polls it eagerly until all has come, and then for P's sake only."""
@@ -655,7 +679,9 @@ def test_who_waits_for_the_transport(world: Deployment, monkeypatch: pytest.Monk
     p.stage.wait(0.1)
     assert waits == ["channel", "transport"]
     assert (p.stage.urgent, d.stage.urgent) == (True, True)
+    assert (p.stage.imminent, d.stage.imminent) == (True, False)  # nothing has come yet, and no Commit either
     world.let_go()
+    world.run_until(lambda: d.stage.imminent)
     reach_decoding(world)
     assert (d.stage.live, d.stage.urgent) == (True, False)
     world.run_until(world.idle)

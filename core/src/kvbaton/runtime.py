@@ -64,7 +64,7 @@ class PDRuntime:
         #: Live requests, with the stream that takes their outputs (None: ``step`` does).
         self._live: dict[RequestKey, Sink | None] = {}
         self._listening: Listening | None = None
-        service.deliver = self._deliver
+        service.deliver, service.delivered = self._deliver, self._delivered
 
     @classmethod
     def start(
@@ -328,7 +328,7 @@ class PDRuntime:
 
     def _deliver(self, output: RequestOutput) -> None:
         """On the coordinator's thread."""
-        with self._news:
+        with self._lock:
             sink = self._live.get(output.request_id)
             if output.finished:
                 self._live.pop(output.request_id, None)  # C1.1: free for reuse from here on
@@ -336,6 +336,11 @@ class PDRuntime:
                 sink(output)
             else:
                 self._pending.append(output)
+
+    def _delivered(self) -> None:
+        """On the coordinator's thread, after some outputs."""
+        with self._news:
+            if self._pending:
                 self._news.notify_all()
 
 

@@ -70,6 +70,8 @@ _NAP = 0.5
 _GRACE = 1.0
 #: How often within ``deadline.step`` a stage is asked how it fares.
 _BEATS = 4
+#: So many messages are heard before those who wait for outputs are told of them.
+_HEARD_AT_ONCE = 64
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
 
@@ -147,7 +149,9 @@ class _HeldBack:
 
 
 class Service:
-    """See the module's text.  ``deliver`` is set by the runtime and called on the service's thread."""
+    """See the module's text.  ``deliver`` and ``delivered`` are set by the runtime and called on the service's thread:
+    the one with each output, the other once after some of them.
+    """
 
     def __init__(
         self,
@@ -158,6 +162,9 @@ class Service:
         specs: Sequence[StageSpec],
     ) -> None:
         self.deliver: Callable[[RequestOutput], None] = lambda output: None
+        self.delivered: Callable[[], None] = lambda: None
+        #: Outputs were delivered of which nobody was told yet.
+        self._untold = False
         self.stages = tuple(spec.name for spec in specs)
         self._settings = settings
         self._hooks = hooks
@@ -569,14 +576,18 @@ class Service:
             self._channels.wait(self._nap())
             now = time.monotonic()
             exited = launcher.exited()  # before the messages, so that a stage's last ones come before its end
-            for event in self._channels.receive():
+            for heard, event in enumerate(self._channels.receive(), 1):
                 self._hear(event, now)
+                if heard % _HEARD_AT_ONCE == 0:
+                    self._tell_delivered()
+            self._tell_delivered()
             for handle in exited:
                 self._on_exit(handle, now)
             self._tell_dropped()
             while self._commands:
                 self._commands.popleft()()
             self._on_time(now)
+            self._tell_delivered()
 
     def _launch(self, launcher: Launcher) -> None:
         for spec in self._specs:
@@ -611,6 +622,7 @@ class Service:
         # whoever still waits for a request learns its end
         for key in tuple(self._tracked):
             self._end(key, None, fx.Ended(fx.Ending.FAILED, None, "the runtime ended"))
+        self._tell_delivered()
         for end in (launcher.close, self._channels.close):
             try:
                 end()
@@ -1087,7 +1099,16 @@ class Service:
         self._hooks.tell("kvbaton_request_finished", record=record)
         self._deliver(RequestOutput(key, (), (), True, reason, error, record))
 
+    def _tell_delivered(self) -> None:
+        """Whoever waits for outputs is woken once for what has come together: a thread that is woken for each fights
+        this one for the interpreter.
+        """
+        if self._untold:
+            self._untold = False
+            self.delivered()
+
     def _deliver(self, output: RequestOutput) -> None:
+        self._untold = True
         try:
             self.deliver(output)
         except Exception as error:  # a caller's sink must not take everybody else's requests with it

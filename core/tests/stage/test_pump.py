@@ -12,8 +12,8 @@ MIN, MAX = 0.00005, 0.0005
 
 
 class Script:
-    """What each pass finds, in turn: ``flowing``, ``told`` (it did something else), ``urgent``, ``live`` (of use to a
-    peer only) or ``parked``."""
+    """What each pass finds, in turn: ``flowing``, ``told`` (it did something else), ``urgent``, ``distant``
+    (urgent, and not to be expected soon), ``live`` (of use to a peer only) or ``parked``."""
 
     def __init__(self, passes: Iterable[str]) -> None:
         self._passes = iter(passes)
@@ -32,11 +32,15 @@ class Script:
 
     @property
     def live(self) -> bool:
-        return self._now in ("urgent", "told", "live")
+        return self._now in ("urgent", "distant", "told", "live")
 
     @property
     def urgent(self) -> bool:
-        return self._now in ("urgent", "told")
+        return self._now in ("urgent", "distant", "told")
+
+    @property
+    def imminent(self) -> bool:
+        return self._now != "distant"
 
     def wait(self, timeout: float) -> None:
         self.pauses.append(timeout)
@@ -62,6 +66,12 @@ def test_pauses_double_up_to_the_longest_and_begin_anew_after_work() -> None:
 def test_after_words_the_pump_makes_room_for_whoever_was_told() -> None:
     assert pauses("told", "told") == [MIN, MIN]
     assert pauses(*["urgent"] * 6, "told", "urgent", "urgent")[-3:] == [MIN, 2 * MIN, 4 * MIN]
+
+
+def test_what_cannot_come_soon_is_polled_for_at_the_longest_pause_from_the_first() -> None:
+    assert pauses("told", *["distant"] * 3) == [MIN, MAX, MAX, MAX]
+    # and for what may come at any moment the pauses are short again, once there was something
+    assert pauses("distant", "told", "urgent") == [MAX, MIN, 2 * MIN]
 
 
 def test_where_only_a_peer_wants_polling_pauses_grow_longer() -> None:

@@ -48,6 +48,8 @@ class DecodeStage(Stage):
         self._geometry = geometry
         self._map = KVMap(geometry, geometry)
         self._prompts: dict[TransferId, int] = {}
+        #: Of these bytes have come, and more may be on their way.
+        self._arriving: set[TransferId] = set()
         #: HELD, and the transport could not promise yet that nothing of it is written any more.
         self._revoking: dict[TransferId, _Attempts] = {}
 
@@ -113,14 +115,13 @@ class DecodeStage(Stage):
 
     def _on_events(self, progress: Progress) -> None:
         recorder = self._recorder
-        if recorder is None:
-            for receipt in progress.receipts:
-                self._run(self.machine.receipt(receipt))
-            return
         for receipt in progress.receipts:
-            began = self._clock()
+            began = 0.0 if recorder is None else self._clock()
             self._run(self.machine.receipt(receipt))
-            recorder.pump.note(tracing.Receipt(began, self._clock(), receipt.transfer, receipt.sequence))
+            if recorder is not None:
+                recorder.pump.note(tracing.Receipt(began, self._clock(), receipt.transfer, receipt.sequence))
+            if self.machine.phase(receipt.transfer) is DestinationPhase.RESERVED:
+                self._arriving.add(receipt.transfer)
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
@@ -135,6 +136,8 @@ class DecodeStage(Stage):
                 except KvbatonError as error:
                     self._fail(transfer, error)  # C hears of it after the Reserved, which is next in line
             case fx.Import(transfer, valid):
+                self._arriving.discard(transfer)
+                self._incomplete.pop(transfer, None)
                 self.guard.received(transfer)
                 self._post_command(loop.Import(transfer, valid, self.machine.begin_import))
             case fx.Revoke(transfer):
@@ -143,6 +146,10 @@ class DecodeStage(Stage):
                     self._revoke(transfer)
             case _:
                 raise TypeError(f"a destination machine has no effect {effect!r}")
+
+    @property
+    def imminent(self) -> bool:
+        return bool(self._incomplete or self._arriving) or self._stop_by is not None or bool(self._quiet)
 
     def _progress(self) -> bool:
         busy = bool(self._incomplete) and self._expire_receipts()
@@ -185,6 +192,7 @@ class DecodeStage(Stage):
 
     def _forget(self, transfer: TransferId) -> None:
         self._incomplete.pop(transfer, None)
+        self._arriving.discard(transfer)
         self._prompts.pop(transfer, None)
         self._revoking.pop(transfer, None)
 

@@ -5,7 +5,9 @@ interpreter with the engine thread, so it must not spin either: a spinning pump 
 times, a half-millisecond pause at most 1.3 times.  Hence: after a pass that moved bytes, another pass at once; after
 one that only dealt with words of others, a pause of ``idle_min``, which further words cut short (a pass that finds
 nothing keeps the interpreter from the engine that was just told something); after one that did nothing, a pause that
-doubles from ``idle_min`` to ``idle_max``; to ten times as much where polling is
+doubles from ``idle_min`` to ``idle_max``, and is ``idle_max`` from the first where what is waited for cannot come soon
+(a destination waits for a source that has still to compute: a hand-off cost it five passes for nothing); to ten times
+as much where polling is
 owed to a peer and nobody here waits for what it finds (a request decodes whose bytes have all come: polling for it at
 ``idle_max`` took 5.6 % of a core); with nothing live, sleep until the channel or the engine has something.
 """
@@ -42,6 +44,11 @@ class Pumped(Protocol):
     @property
     def urgent(self) -> bool:
         """Whether what polling may bring is waited for here.  Not so: it is live for the peers' sake only."""
+
+    @property
+    def imminent(self) -> bool:
+        """Whether polling may bring it at any moment.  Not so: there is something to be waited for, but others have
+        long work to do before it can come."""
 
     @property
     def ended(self) -> bool:
@@ -97,6 +104,8 @@ class Pump:
                     continue
                 if pumped.live:
                     longest = self._idle_max if pumped.urgent else self._idle_max * RELAXED
+                    if pause < self._idle_max and not pumped.imminent:
+                        pause = self._idle_max
                     asked = min(pause, longest)
                     pumped.wait(asked)
                     pause = min(pause * 2, longest)

@@ -92,6 +92,8 @@ class Stage(ABC):
         self.record_engine: Callable[[Recorder | None], None] = lambda recorder: None
         #: What is timed here, by name: chunks here, the engine's steps and the pump's passes where those are joined.
         self.durations: dict[str, Durations] = {"chunk": guard.chunk_seconds}
+        #: The pump waits for the channel, or is about to.
+        self._asleep = False
         #: The last pass submitted something, or heard from the transport.
         self.flowing = False
         #: Effects that are still to be carried out, and whether that is being done.
@@ -154,6 +156,10 @@ class Stage(ABC):
         return self.guard.awaits or bool(self._quiet) or self._stop_by is not None or self._has_pending()
 
     @property
+    def imminent(self) -> bool:
+        return True
+
+    @property
     def ended(self) -> bool:
         return self.outcome is not None
 
@@ -164,17 +170,24 @@ class Stage(ABC):
 
     def wait(self, timeout: float) -> None:
         """Where the next event will most likely come from the transport, on that: a message then waits for as long."""
-        if self._reports:
-            return
         if self._expects_transport():
-            self.guard.wait(timeout)
-        else:
-            self.channel.wait(timeout)
+            if not self._reports:
+                self.guard.wait(timeout)
+            return
+        # first the flag, then the look: the engine's thread reports first and then looks at the flag, so whichever is
+        # later, the report is seen here or ends the wait
+        self._asleep = True
+        try:
+            if not self._reports:
+                self.channel.wait(timeout)
+        finally:
+            self._asleep = False
 
-    def report(self, report: loop.Report) -> None:
+    def report(self, report: loop.Report | _Answered) -> None:
         """From the engine thread: lock-free, wakes the pump."""
         self._reports.append(report)
-        self.channel.wake()
+        if self._asleep:  # else it is seen before the next wait, and a ring would end that for nothing
+            self.channel.wake()
 
     # -- what the roles add ------------------------------------------------------------------------------------------
 
@@ -460,8 +473,7 @@ class Stage(ABC):
         """
 
         def answer(found: object) -> None:
-            self._reports.append(_Answered(then, found))
-            self.channel.wake()
+            self.report(_Answered(then, found))
 
         self._post_command(loop.Query(question, answer))
 
