@@ -33,7 +33,6 @@ SPREAD = 2
 CHUNK_BYTES = 64 * MiB
 #: The way that is not kvbaton's.
 RAW = "nixl"
-_SPACES = {"host": "DRAM", "cuda": "VRAM"}
 
 
 class Memory:
@@ -95,57 +94,12 @@ class Shape:
         return cells
 
 
-class Raw:
-    """NIXL's own API at one end."""
+def raw(memory: Memory) -> Any:
+    """One end of NIXL's own API, as ``kvbaton bench`` uses it."""
+    from kvbaton_nixl.baseline import RawNixl
+    from kvbaton_nixl.options import NixlOptions
 
-    def __init__(self, name: str, memory: Memory) -> None:
-        from kvbaton_nixl import library
-        from kvbaton_nixl.options import NixlOptions
-
-        self.agent = library.make_agent(f"{name}-{os.getpid()}", NixlOptions())
-        self.space, self.device = _SPACES[memory.kind], memory.device
-        self.base = memory.region.address
-        self.agent.register_memory([(self.base, memory.nbytes, self.device, "")], self.space)
-        self.lists: list[Any] = []
-
-    def meet(self, peer: bytes, base: int, device: int) -> None:
-        name = self.agent.add_remote_agent(peer)
-        self.name = name.decode() if isinstance(name, bytes) else name
-        self.there = (base, device)
-
-    def _rows(self, base: int, device: int, cells: np.ndarray, length: int) -> Any:
-        rows = np.empty((len(cells), 3), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = base + cells * length, length, device
-        return self.agent.get_xfer_descs(rows, self.space)
-
-    def prepare(self, shape: Shape) -> None:
-        for old in self.lists:
-            old.release()
-        here = self._rows(self.base, self.device, shape.reads, shape.length)
-        there = self._rows(*self.there, shape.writes, shape.length)
-        self.lists = [
-            self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", here),
-            self.agent.prep_xfer_dlist(self.name, there),
-        ]
-
-    def transfer(self, pieces: Sequence[np.ndarray]) -> None:
-        """All segments, in as many writes as kvbaton makes chunks."""
-        ours, theirs = self.lists
-        waiting = []
-        for piece in pieces:
-            handle = self.agent.make_prepped_xfer("WRITE", ours, piece, theirs, piece, b"x" * 48)
-            self.agent.transfer(handle)
-            waiting.append(handle)
-        while waiting:
-            still = []
-            for handle in waiting:
-                if self.agent.check_xfer_state(handle) == "DONE":
-                    handle.release()
-                else:
-                    still.append(handle)
-            if len(still) == len(waiting):
-                os.sched_yield()
-            waiting = still
+    return RawNixl(NixlOptions(), [memory.region])
 
 
 def guarded(name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedConnector:
@@ -165,16 +119,16 @@ def guarded(name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedCon
 def target(pipe: Any, kind: str, device: int, nbytes: int, ways: Mapping[str, Mapping[str, Any]]) -> None:
     """The other process: polls the way that has its turn, and says what is wrong with what has come."""
     memory = Memory(kind, device, nbytes)
-    raw = Raw("raw-decode", memory)
+    other = raw(memory)
     guards = {way: guarded(f"decode-{way}", memory, options) for way, options in ways.items()}
     endpoints = {way: guard.endpoint().encode() for way, guard in guards.items()}
-    pipe.send((raw.agent.get_agent_metadata(), memory.region.address, endpoints))
+    pipe.send((other.address(), endpoints))
     for way, endpoint in pipe.recv().items():
         guards[way].connect(Endpoint.decode(endpoint))
     turn, idle = RAW, 0
     while True:
         if turn == RAW:
-            busy = bool(raw.agent.get_new_notifs())
+            busy = bool(other.arrived())
         else:
             busy = bool(guards[turn].poll())
         if busy:
@@ -202,11 +156,11 @@ class Source:
     def __init__(self, pipe: Any, kind: str, devices: tuple[int, int], nbytes: int, ways: Mapping[str, Any]) -> None:
         self._pipe = pipe
         self._memory = Memory(kind, devices[0], nbytes)
-        self._raw = Raw("raw-prefill", self._memory)
+        self._raw = raw(self._memory)
         self._guards = {way: guarded(f"prefill-{way}", self._memory, options) for way, options in ways.items()}
-        metadata, address, endpoints = pipe.recv()
+        address, endpoints = pipe.recv()
         pipe.send({way: guard.endpoint().encode() for way, guard in self._guards.items()})
-        self._raw.meet(metadata, address, devices[1])
+        self._raw.meet(address)
         self._peers = {way: Endpoint.decode(endpoint).peer for way, endpoint in endpoints.items()}
         for way, guard in self._guards.items():
             self._ask("turn", way)
@@ -225,25 +179,20 @@ class Source:
         lengths, zeros = np.full(count, length), np.zeros(count, np.int32)
         here, there = (Segments(zeros.copy(), cells * length, lengths.copy()) for cells in (shape.reads, shape.writes))
         self._batches = split(here, there, chunk_bytes, 1 << 14)
-        ends = np.cumsum([len(source) for source, _ in self._batches])
-        self._pieces = [
-            np.arange(end - len(source), end, dtype=np.int32)
-            for end, (source, _) in zip(ends, self._batches, strict=True)
-        ]
         for way in self._guards:
             self._ask("clear", length, shape.cells)
             self.turn(way)
             wrong = self._ask("check", length, count)
             if wrong:
                 raise RuntimeError(f"T3: {way}: {wrong} bytes of {count} x {length} are wrong")
-        self._raw.prepare(shape)
+        self._raw.prepare_source(self._batches)
 
     def turn(self, way: str) -> float:
         """Move everything once; seconds."""
         self._ask("turn", way)
         start = time.perf_counter()
         if way == RAW:
-            self._raw.transfer(self._pieces)
+            self._raw.move()
         else:
             self._by_kvbaton(self._guards[way], self._peers[way])
         return time.perf_counter() - start
