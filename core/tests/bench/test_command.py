@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -81,6 +83,24 @@ def test_bad_input_is_one_line_and_status_2(kvbaton, arguments, says):
     assert result.exit_code == 2, result.output
     assert says in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "says"),
+    [
+        ("transport", "corrupt", r"kvbaton: T3: prefill-0 to decode-0: 1 of \d+ bytes are wrong"),
+        ("handoff", "corrupt", r"kvbaton: .*T3: of the first hand-off into place 0, 1 bytes are wrong"),
+        ("transport", "die", r"kvbaton: prefill-0: its process died in sending"),
+    ],
+)
+def test_a_transport_that_fails_is_status_1_and_said(kvbaton, monkeypatch, part, fault, says):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "pair"))
+    result = kvbaton(
+        "datagram_transport:plugin", *SMALL, "--transport-option", f"fault={fault}", "--part", part, "--at-once", "1"
+    )
+    assert result.exit_code == 1, result.output
+    assert re.search(says, result.stderr), result.stderr
     assert not result.stdout
 
 

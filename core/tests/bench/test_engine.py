@@ -42,8 +42,8 @@ def started(role, requests=2, traffic=TRAFFIC, device=None):
     return engine, regions, told
 
 
-def hand_over(layout="block", damage=False):
-    """One whole request, copied by hand along its tables."""
+def hand_over(layout="block", damage=0):
+    """One whole request, copied by hand along its tables; ``damage``: 1 to its KV, 2 to its final payload."""
     traffic = Traffic(TRAFFIC.model, 24, 4, layout)
     p, here, said_p = started(Role.PREFILL, traffic=traffic)
     d, there, said_d = started(Role.DECODE, traffic=traffic)
@@ -57,8 +57,11 @@ def hand_over(layout="block", damage=False):
     reads, writes = KVMap(p.geometry, d.geometry).plan(computed.tables, reserved.arrays(), 0, 24)
     for (source, at, length), (target, to, _) in zip(reads.triples(), writes.triples(), strict=True):
         there[target].view()[to : to + length] = here[source].view()[at : at + length]
+    final = p.geometry.final_segment(computed.final_slot), d.geometry.final_segment(reserved.final_slot)
+    (at,), (to,) = (segments.offset for segments in final)
+    there[1].view()[to : to + 10] = here[1].view()[at : at + 10]
     if damage:
-        there[0].view()[int(writes.offset[-1])] ^= 1
+        there[damage - 1].view()[int((writes, final[1])[damage - 1].offset[-1])] ^= 1
     d.accept_import(transfer, 24)
     return d, said_d, transfer
 
@@ -73,11 +76,11 @@ def test_a_hand_over_is_looked_at_once_and_answered_with_one_token(layout):
     assert engine.statistics()["final_slots_free"] == 2
 
 
-@pytest.mark.parametrize("layout", ["block", "layer"])
+@pytest.mark.parametrize(("layout", "damage"), [("block", 1), ("layer", 1), ("block", 2)])
 @pytest.mark.clause("T3")
-def test_one_wrong_byte_is_seen(layout):
+def test_one_wrong_byte_is_seen(layout, damage):
     with pytest.raises(KvbatonError, match="1 bytes are wrong"):
-        hand_over(layout, damage=True)
+        hand_over(layout, damage)
 
 
 def test_what_has_no_room_waits_and_what_never_fits_does_not():
@@ -152,8 +155,8 @@ def test_device_memory_goes_through_the_driver_and_is_given_back(monkeypatch):
     d.reserve_transfer(Admission(transfer, WHOLE))
     with pytest.raises(KvbatonError, match="bytes are wrong"):
         d.accept_import(transfer, 24)
-    for rows, ids, values in d._expected(0, 24):
-        d._memory.fill(rows, ids, values)
+    for region, rows, ids, values in d._expected(0, 24):
+        d._memory[region].fill(rows, ids, values)
     d.accept_import(transfer, 24)
     p.close()
     d.close()

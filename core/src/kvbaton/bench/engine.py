@@ -96,7 +96,7 @@ class BenchEngine:
         self._live: dict[TransferId, _Sequence] = {}
         self._queue: deque[TransferId] = deque()
         self._looked_at: set[int] = set()
-        self._memory: Bytes | None = None
+        self._memory: dict[int, Bytes] = {}
         self._allocated = Allocated()
         self._callbacks: StageCallbacks | None = None
 
@@ -107,10 +107,10 @@ class BenchEngine:
         kind: MemoryKind = "host" if self._device is None else "cuda"
         sizes = {KV: self._traffic.kv_bytes(self._requests), FINAL: self._traffic.final_stored(self._requests)}
         regions = [make(id, kind, self._device or 0, nbytes) for id, nbytes in sizes.items()]
-        self._memory = Bytes(regions[0])
+        self._memory = {region.id: Bytes(region) for region in regions}
         for slot in range(self._requests):
-            for rows, ids, values in self._expected(slot, self._traffic.tokens):
-                self._memory.fill(rows, ids, values if self.role is Role.PREFILL else np.zeros_like(values))
+            for region, rows, ids, values in self._expected(slot, self._traffic.tokens):
+                self._memory[region].fill(rows, ids, values if self.role is Role.PREFILL else np.zeros_like(values))
         return regions
 
     def attach(self, callbacks: StageCallbacks) -> None:
@@ -197,7 +197,7 @@ class BenchEngine:
         }  # fmt: skip
 
     def close(self) -> None:
-        self._memory = None
+        self._memory = {}
         self._allocated.free()
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ class BenchEngine:
         assert self._callbacks is not None, "attach() comes before any transfer"
         return self._callbacks
 
-    def _expected(self, slot: int, tokens: int) -> list[tuple[Rows, Any, Any]]:
-        """What the blocks of a slot hold: each of its blocks is all one value, never 0, different from its
-        neighbours'."""
+    def _expected(self, slot: int, tokens: int) -> list[tuple[int, Rows, Any, Any]]:
+        """What a slot holds: each of its blocks is all one value, never 0, different from its neighbours'; and so is
+        its final payload."""
         traffic, model = self._traffic, self._traffic.model
         total = self._requests * traffic.blocks * model.planes
         count = tokens // traffic.block
@@ -220,13 +220,16 @@ class BenchEngine:
             runs, width = (1, model.layers) if traffic.layout == "block" else (model.layers, 1)
             for run in range(runs):
                 rows = Rows(base, total, width * token_bytes * traffic.block)
-                found.append((rows, ids, ((values + run) % 251 + 1).astype(np.uint8)))
+                found.append((KV, rows, ids, ((values + run) % 251 + 1).astype(np.uint8)))
                 base += rows.count * rows.width
+        if model.final_bytes:
+            rows = Rows(0, self._requests, model.final_bytes)
+            found.append((FINAL, rows, np.array([slot]), np.array([251], np.uint8)))
         return found
 
     def _look(self, slot: int, valid: int) -> None:
-        assert self._memory is not None, "regions() comes before any transfer"
-        wrong = sum(self._memory.wrong(rows, ids, values) for rows, ids, values in self._expected(slot, valid))
+        expected = self._expected(slot, valid)
+        wrong = sum(self._memory[region].wrong(rows, ids, values) for region, rows, ids, values in expected)
         if wrong:
             raise KvbatonError(f"T3: of the first hand-off into place {slot}, {wrong} bytes are wrong")
 

@@ -49,7 +49,10 @@ class HandOffs:
 
 
 def bench_settings(settings: Settings, traffic: Traffic, at_once: int, memory: str) -> Settings:
-    """``settings`` for one prefill and one decode stage of the bench's engine."""
+    """``settings`` for one prefill and one decode stage of the bench's engine.
+
+    Nothing begins again: what fails is to be seen.  Nothing listens, where a deployment of the same settings may.
+    """
     options = BenchOptions.of(traffic, at_once).model_dump()
     devices = settings.stages.devices
     if memory == "host":
@@ -60,8 +63,12 @@ def bench_settings(settings: Settings, traffic: Traffic, at_once: int, memory: s
         devices = (devices[0], devices[settings.stages.prefill])
     stages = StagesSettings(prefill=1, decode=1, launch=settings.stages.launch, devices=devices)
     return settings.model_copy(
-        update={"model": "bench", "engine": EngineSettings(name=NAME, options=options), "stages": stages}
-    )
+        update={
+            "model": "bench", "engine": EngineSettings(name=NAME, options=options), "stages": stages,
+            "recovery": settings.recovery.model_copy(update={"mode": "off"}),
+            "metrics": settings.metrics.model_copy(update={"listen": None}),
+        }
+    )  # fmt: skip
 
 
 def measure(
