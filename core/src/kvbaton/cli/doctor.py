@@ -114,10 +114,10 @@ def _show(report: Report, console: Console) -> None:
     for index in range(4):
         table.add_column(overflow="fold", no_wrap=index < 2)
     for one in report.transports:
-        word, style = ("yes", "green") if one.usable else ("no", "red")
+        word, style = ("no", "red") if one.reach is None else ("yes", "green")
         why = ": ".join(part for part in (one.reason, one.remedy) if part)
-        if one.in_process_only:
-            word, style, why = "no", "dim", "works within one process only: there is nothing between two to try"
+        if one.reach == "same_process":
+            word, style, why = "no", "yellow", "not between processes: within one only"
         source = " ".join(part for part in (one.distribution, one.version) if part)
         table.add_row(f"  {escape(one.name)}", f"[{style}]{word}[/]", escape(source), escape(why))
     console.print(table)
@@ -136,7 +136,8 @@ def _show_trial(console: Console, one: Transport) -> None:
     assert one.verdict is not None
     trial = one.trial
     where = f", devices {trial.devices[0]} and {trial.devices[1]}" if trial.memory == "cuda" else ""
-    _heading(console, one.name, f"two processes, {trial.memory} memory{where}, {trial.seconds:.1f} s")
+    between = "two threads of one process" if one.reach == "same_process" else "two processes"
+    _heading(console, one.name, f"{between}, {trial.memory} memory{where}, {trial.seconds:.1f} s")
     if trial.measured:
         table = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(6):

@@ -37,15 +37,14 @@ class Chosen(msgspec.Struct, frozen=True):
 
 
 class Transport(msgspec.Struct, frozen=True):
-    """One transport.  ``usable`` for that memory between processes; ``trial`` where it was tried, with the verdict."""
+    """One transport.  ``reach``: how it was tried, ``None`` where it cannot be used, for the ``reason`` given."""
 
     name: str
     distribution: str
     version: str
-    usable: bool
+    reach: Reach | None
     reason: str
     remedy: str
-    in_process_only: bool
     trial: Trial | None = None
     verdict: Verdict | None = None
 
@@ -95,7 +94,10 @@ def examine(
     for row in [row for row in _rows(pick) if pick.by == "auto" or row.name == pick.name]:
         mine = row.name == pick.name
         given = settings.transport.options if mine and pick.by != "auto" else {}
-        transports.append(_transport(row, given, kind, devices, machine, progress, attempt))
+        reaches: Sequence[Reach] = ("cross_process", "same_process")
+        if mine and pick.reach == "same_process":
+            reaches = ("same_process",)
+        transports.append(_transport(row, given, reaches, kind, devices, machine, progress, attempt))
     chosen = _chosen(pick, kind, {transport.name: transport for transport in transports})
     return Report(VERSION, STATUSES[chosen.standing], chosen, machine, tuple(notes(machine)), tuple(transports))
 
@@ -128,14 +130,12 @@ def _chosen(pick: _Pick, memory: MemoryKind, transports: dict[str, Transport]) -
         return told("unusable", str(pick.refusal))
     found = transports.get(pick.name)
     verdict = found.verdict if found is not None else None
-    if pick.reach == "same_process":
-        return told(
-            "fit", "it works within one process, where stages are threads: there is nothing between processes to try"
-        )
     if verdict is None:
         return told("unusable", found.reason if found is not None else "it was not tried")
     worst = next((one.sentence() for one in verdict.findings if one.level == verdict.standing), "")
     text = worst or verdict.summary
+    if pick.reach == "same_process":
+        text += "; within one process, where the stages are threads"
     if pick.reach == "cross_host":
         text += "; tried on this host alone: between hosts it may go by other ways"
     return told(verdict.standing, text)
@@ -153,23 +153,27 @@ def _rows(pick: _Pick) -> Sequence[PluginRow]:
 
 
 def _transport(
-    row: PluginRow, options: dict[str, Any], memory: MemoryKind, devices: tuple[int, int], machine: Machine,
-    progress: Progress, attempt: Attempt,
+    row: PluginRow, options: dict[str, Any], reaches: Sequence[Reach], memory: MemoryKind, devices: tuple[int, int],
+    machine: Machine, progress: Progress, attempt: Attempt,
 ) -> Transport:  # fmt: skip
-    able = row.capabilities
-    inside = able is not None and able.same_process and not able.cross_process
-    try:
-        plugin, valid = choose_connector(row.name, Need(memory, "cross_process"), options)
-    except OptionsError:
-        raise
-    except PluginError as error:
-        reason, remedy = (error.reason, error.remedy) if isinstance(error, PluginUnavailable) else (str(error), "")
-        return Transport(row.name, row.distribution, row.version, False, reason, remedy, inside)
-    trial = attempt(
-        row.name, plugin, valid, memory, devices, progress=lambda line: progress(f"{row.name}: {line}")
-    )  # fmt: skip
-    verdict = judge(row.name, plugin, valid, trial, machine)
-    return Transport(row.name, row.distribution, row.version, True, "", "", inside, trial, verdict)
+    """Tried as far as it reaches, between processes first."""
+    refusal: Transport | None = None
+    for reach in reaches:
+        try:
+            plugin, valid = choose_connector(row.name, Need(memory, reach), options)
+        except OptionsError:
+            raise
+        except PluginError as error:
+            reason, remedy = (error.reason, error.remedy) if isinstance(error, PluginUnavailable) else (str(error), "")
+            refusal = refusal or Transport(row.name, row.distribution, row.version, None, reason, remedy)
+            continue
+        trial = attempt(
+            row.name, plugin, valid, memory, devices, reach=reach, progress=lambda line: progress(f"{row.name}: {line}")
+        )
+        verdict = judge(row.name, plugin, valid, trial, machine)
+        return Transport(row.name, row.distribution, row.version, reach, "", "", trial, verdict)
+    assert refusal is not None
+    return refusal
 
 
 def _devices(settings: Settings, machine: Machine) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind
+from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind, Reach
 from kvbaton.errors import KvbatonError
 from kvbaton.pair import Bounds, Moved, Pair, PairFailed, Way, open_pair
 from kvbaton.segments import Segments
@@ -95,23 +95,27 @@ def attempt(
     memory: MemoryKind,
     devices: tuple[int, int] = (0, 0),
     *,
+    reach: Reach = "cross_process",
     progress: Progress = lambda line: None,
     sizes: Sequence[int] = SIZES,
     bound: float = BOUND,
     opener: OpenPair = open_pair,
 ) -> Trial:
-    """Try ``name``, whose plugin and valid options are given.  Nothing runs any more when it returns."""
+    """Try ``name``, whose plugin and valid options are given.  Nothing runs any more when it returns.
+
+    ``reach`` ``same_process``: between two threads of one process, which is not this one either.
+    """
     start = time.monotonic()
-    lanes, reason = _lanes(plugin, options, memory, progress)
+    lanes, reason = ((), "") if reach == "same_process" else _lanes(plugin, options, memory, progress)
     measured: list[Measured] = []
     closing: list[str] = []
     failure = None
-    progress("starting two processes")
+    progress("starting one process" if reach == "same_process" else "starting two processes")
     try:
         with opener(
             name, _plain(options), regions=(2 * max(sizes),), memory=memory, devices=devices,
             bounds=Bounds(open=30.0 if memory == "host" else 90.0, connect=bound, look=30.0, close=5.0),
-            chunk=bound, problems=closing.append,
+            chunk=bound, reach=reach, problems=closing.append,
         ) as pair:  # fmt: skip
             for way in (pair.forward, pair.back):
                 way.prepare()
