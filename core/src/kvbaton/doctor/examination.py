@@ -12,7 +12,7 @@ from kvbaton.connector import ConnectorPlugin, MemoryKind, Need, Reach
 from kvbaton.doctor.machine import Machine, Note, notes, read_machine
 from kvbaton.doctor.trial import Trial, attempt
 from kvbaton.doctor.verdict import STATUSES, Standing, Verdict, judge
-from kvbaton.errors import OptionsError, PluginError, PluginUnavailable
+from kvbaton.errors import OptionsError, PluginBroken, PluginConflict, PluginError, PluginUnavailable
 from kvbaton.plugins import AUTO, PluginRow, choose_connector, list_plugins
 from kvbaton.settings import Settings
 
@@ -114,7 +114,7 @@ def _pick(settings: Settings, memory: MemoryKind, named: Literal["argument", "se
         reach = _REACHES[launch]
         try:
             plugin, options = choose_connector(settings.transport, Need(memory, reach))
-        except PluginUnavailable as error:
+        except (PluginUnavailable, PluginBroken, PluginConflict) as error:
             refusal = refusal or error  # of what was wanted first
             continue
         name = plugin.name if by == "auto" else settings.transport.name

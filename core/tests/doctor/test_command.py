@@ -1,0 +1,174 @@
+"""``kvbaton doctor``: what is shown, what it ends with."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from kvbaton.cli import doctor as command
+from kvbaton.cli.app import app
+from kvbaton.connector import Lane
+from kvbaton.doctor.examination import Chosen, Report, Transport
+from kvbaton.doctor.gpus import Gpu
+from kvbaton.doctor.leftovers import Outcome
+from kvbaton.doctor.machine import Port, notes, read_machine
+from kvbaton.doctor.trial import Measured, Trial
+from kvbaton.doctor.verdict import Finding, Verdict
+
+DATAGRAMS = "datagram_transport:plugin"
+
+
+def kvbaton(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def report():
+    """One of everything."""
+    import msgspec
+
+    machine = msgspec.structs.replace(
+        read_machine(),
+        gpus=tuple(Gpu(n, "NVIDIA H200", 141 << 30, 140 << 30, "GPU-x", "exclusive process", True) for n in range(3)),
+        gpu_driver="580.65", cuda="13.0", gpu_peers=((0, 1, "nvlink"), (0, 2, "none"), (1, 2, "none")),
+        rdma=(Port("mlx5_0", 1, "4: ACTIVE", "InfiniBand", "400 Gb/sec (4X NDR)"),), memory_limit=8 << 30,
+        cpu_limit=1.5, shm_bytes=64 << 20, container="docker", namespaces=("pid",), environment={"UCX_TLS": "tcp"},
+    )  # fmt: skip
+    measured = tuple(
+        Measured(nbytes, *ends, 9, 1e-5, 1e9, 1e-6, 1e10)
+        for ends in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")) for nbytes in (4096, 1 << 24)
+    )  # fmt: skip
+    trial = Trial("cuda", (0, 1), measured[:3], (Lane("write", "cuda", "cuda", 0, None, "tcp/lo"),), seconds=3.0)
+    finding = Finding("degraded", "device memory falls to TCP (tcp/lo): 0.5 GB/s", "cuda_ipc", "unset [UCX_TLS]")
+    verdict = Verdict("degraded", "1.0 GB/s, 0.10 of plain copying", (finding,))
+    return Report(
+        1, 1, Chosen("nixl", "auto", "cuda", "cross_process", "degraded", finding.sentence()), machine,
+        tuple(notes(machine)),
+        (
+            Transport("nixl", "kvbaton-nixl", "0.1.0", "cross_process", "", "", trial, verdict),
+            Transport("other[x]", "kvbaton-a-rather-long-name", "0.1.0", None, "not here", "install it"),
+            Transport("loopback", "kvbaton-loopback", "0.1.0", "same_process", "", "", Trial("host", (0, 0)),
+                      Verdict("unusable", "", (Finding("unusable", "hung"),))),
+        ),
+    )  # fmt: skip
+
+
+def test_everything_is_shown_within_eighty_columns(monkeypatch):
+    monkeypatch.setattr(command, "examine", lambda settings, **how: report())
+    ran = kvbaton("nixl")
+    assert ran.exit_code == 1
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    text = " ".join(ran.stdout.split())
+    for part in (
+        "NVIDIA H200, 140 GiB of 141 GiB, exclusive process, MIG", "3, driver 580.65, CUDA 13.0", "nvlink: 0-1",
+        "no access: 0-2 1-2", "mlx5_0/1 InfiniBand ACTIVE 400 Gb/sec (4X NDR)", "a cgroup allows 8 GiB",
+        "docker, own pid namespace", "! /dev/shm: it has 64 MiB", "other[x] no", "not here: install it",
+        "not between processes: within one only", "ways: write tcp/lo", "two processes, cuda memory, devices 0 and 1",
+        "device memory falls to TCP (tcp/lo): 0.5 GB/s; expected cuda_ipc; unset [UCX_TLS]",
+        "degraded: nixl (chosen by auto):",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_json_is_the_report(monkeypatch):
+    monkeypatch.setattr(command, "examine", lambda settings, **how: report())
+    ran = kvbaton("--json")
+    found = json.loads(ran.stdout)
+    assert ran.exit_code == found["exit_status"] == 1
+    assert set(found) == {"version", "exit_status", "chosen", "machine", "notes", "transports"}
+    assert found["version"] == 1
+    first, second, _ = found["transports"]
+    assert first["verdict"]["findings"][0]["expected"] == "cuda_ipc"
+    assert first["trial"]["lanes"][0]["lane"] == "tcp/lo"
+    assert (second["reach"], second["trial"]) == (None, None)
+
+
+def test_what_it_is_asked_for_reaches_the_examination(monkeypatch):
+    heard = []
+
+    def examine(settings, **how):
+        heard.append((settings.transport.name, settings.transport.options, how["named"], how["memory"]))
+        return report()
+
+    monkeypatch.setattr(command, "examine", examine)
+    kvbaton()
+    kvbaton("nixl", "--transport-option", "packing=never", "--memory", "cuda")
+    kvbaton("--set", "transport.name=ucx")
+    assert heard == [
+        ("auto", {}, "settings", None), ("nixl", {"packing": "never"}, "argument", "cuda"),
+        ("ucx", {}, "settings", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--memory", "disk"], "host or cuda"), (["--dry-run"], "goes with --clean"),
+        (["nobody"], 'no transport "nobody"'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(arguments, says):
+    ran = kvbaton(*arguments)
+    assert ran.exit_code == 2
+    assert says in ran.stderr
+    assert ran.stdout == ""
+
+
+@pytest.mark.usefixtures("no_child_is_left")
+def test_a_broken_transport_ends_it_with_two_and_no_traceback():
+    ran = kvbaton(DATAGRAMS, "--transport-option", "fault=corrupt")
+    assert ran.exit_code == 2
+    assert "1 of 4096 bytes are wrong" in " ".join(ran.stdout.split())
+    assert "Traceback" not in ran.stdout + ran.stderr
+    assert "kvbaton: trying datagram_transport" in ran.stderr
+
+
+def test_what_became_of_leftovers_is_shown(monkeypatch):
+    outcomes = [
+        Outcome("/tmp/kvbaton-1-a", "control directory", "removed", "process 1 is gone", 2048),
+        Outcome("/tmp/kvbaton-2-a", "control directory", "removed", "process 1 is gone"),
+        Outcome("/dev/shm/kvbaton-x-3-a", "shared memory", "failed", "Operation not permitted"),
+    ]
+    monkeypatch.setattr(command, "clean", lambda places, dry_run: outcomes if not dry_run else [])
+    ran = kvbaton("--clean")
+    assert ran.exit_code == 1
+    assert ran.stdout.count("process 1 is gone") == 1
+    assert "removed /tmp/kvbaton-1-a 2 KiB" in ran.stdout
+    assert json.loads(kvbaton("--clean", "--json").stdout)[2]["fate"] == "failed"
+    nothing = kvbaton("--clean", "--dry-run")
+    assert (nothing.exit_code, nothing.stdout) == (0, "nothing was left behind\n")
+
+
+def test_interrupted_it_ends_with_its_children():
+    here = str(Path(__file__).parents[1] / "pair")
+    program = f"import sys; sys.path.insert(0, {here!r}); from kvbaton.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "doctor", DATAGRAMS, "--transport-option", "fault=hang"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        children = _children(process)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert "interrupted" in said
+    _, left = psutil.wait_procs(children, timeout=5)
+    assert not left
+
+
+def _children(process):
+    """Both ends' processes, once they are there."""
+    assert "trying" in process.stderr.readline()
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        children = psutil.Process(process.pid).children(recursive=True)
+        if len(children) == 2:
+            return children
+        time.sleep(0.02)
+    raise AssertionError("no ends were started")
