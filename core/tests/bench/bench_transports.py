@@ -9,6 +9,7 @@ class Raw:
     """Both ends are threads of one process, so the source can write the target's memory itself."""
 
     name = "raw copies"
+    tells = True
     ends = []
 
     def __init__(self, options, regions, fault):

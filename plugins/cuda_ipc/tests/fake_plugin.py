@@ -38,6 +38,9 @@ class FakePlugin(IpcPlugin):
         kind = {"host": "cuda", "cuda": "host"}[need.memory_kind]
         return replace(super().probe(replace(need, memory_kind=kind)), capabilities=ON_HOST)
 
+    def baseline(self, options, regions):
+        return super().baseline(options, [replace(region, kind="cuda", device=0) for region in regions])
+
     def open(self, options, context):
         return super().open(options, replace(context, device=0))
 

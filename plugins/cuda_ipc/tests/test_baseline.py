@@ -1,24 +1,34 @@
-"""UCX on its own beside kvbaton, as ``kvbaton bench`` sets it."""
+"""What the transports are made of beside kvbaton, as ``kvbaton bench`` sets it."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 
-def test_it_moves_the_same_bytes_and_both_are_timed():
+@pytest.mark.parametrize(
+    ("transport", "name"),
+    [("ucx", "UCX, a message each"), ("fake_plugin:plugin", "its kernel alone")],
+    ids=["ucx", "cuda_ipc"],
+)
+def test_it_moves_the_same_bytes_and_both_are_timed(transport, name):
     program = "from kvbaton.cli import main; main()"
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
         [
-            sys.executable, "-c", program, "bench", "ucx", "--part", "transport", "--like", "smollm2-135m", "--tokens",
-            "64", "--layout", "layer", "--chunk-bytes", "512KiB", "--seconds", "0.5", "--json",
+            sys.executable, "-c", program, "bench", transport, "--part", "transport", "--like", "smollm2-135m",
+            "--tokens", "64", "--layout", "layer", "--chunk-bytes", "512KiB", "--seconds", "0.5", "--json",
         ],
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     moved = found["moved"]
     assert found["notes"] == []
     assert (moved["reach"], moved["chunks"]) == ("cross_process", 3)
-    assert moved["baseline"]["name"] == "UCX, a message each"
+    assert moved["baseline"]["name"] == name
     assert moved["of_baseline"]["count"] == moved["baseline"]["rate"]["count"] == moved["rate"]["count"]
     assert all(moved[name]["median"] > 0 for name in ("rate", "of_baseline", "of_copy", "submit", "chunk_latency"))

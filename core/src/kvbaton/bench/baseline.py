@@ -19,6 +19,8 @@ class Baseline(Protocol):
     """
 
     name: str
+    #: Whether the target learns by itself that everything has come; else the clock stops when :meth:`move` returns.
+    tells: bool
 
     def address(self) -> bytes:
         """What the other end needs in order to :meth:`meet` this one."""
@@ -39,7 +41,10 @@ class Baseline(Protocol):
         """Source: move everything once; return when nothing is left to do here."""
 
     def arrived(self) -> int:
-        """Target: how many batches have come since the last call; called again and again, never waits."""
+        """Target: how many batches have come since the last call; called again and again, never waits.
+
+        Source: called while the target has not said that it has everything, for what is still to be driven here.
+        """
 
     def close(self) -> None:
         """Release everything but the regions."""

@@ -32,7 +32,8 @@ def draw(measured: Measured, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvbaton"  # the same figures, the same file
+    # the same figures, the same file; text that can be searched, and takes a quarter of the room
+    matplotlib.rcParams.update({"svg.hashsalt": "kvbaton", "svg.fonttype": "none"})
     from matplotlib.figure import Figure
 
     parts = [_sweep] * bool(measured.sweep) + [_rates] * (measured.moved is not None and not measured.sweep)

@@ -23,6 +23,7 @@ class RawUcx:
     """See :class:`~kvbaton.bench.baseline.Baseline`.  Messages come in the order in which they were sent."""
 
     name = "UCX, a message each"
+    tells = True
 
     def __init__(self, options: UcxOptions, regions: Sequence[MemoryRegion]) -> None:
         self._ucxx = library.load(options.log_level)

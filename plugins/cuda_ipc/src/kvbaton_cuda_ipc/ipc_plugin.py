@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, Need
+from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, MemoryRegion, Need
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc import driver, library
 
 if TYPE_CHECKING:
     from kvbaton_cuda_ipc.driver import Cuda
     from kvbaton_cuda_ipc.ipc import IpcConnector
+    from kvbaton_cuda_ipc.ipc_baseline import RawKernel
     from kvbaton_cuda_ipc.mover import Mover
 
 _BYTES = TypeAdapter(ByteSize)
@@ -139,6 +141,15 @@ class IpcPlugin:
         if need.reach == "cross_host":
             return no("CUDA IPC reaches one host", 'set transport.name to "nixl"')
         return Availability(True, capabilities=CAPABILITIES)
+
+    def baseline(self, options: IpcOptions, regions: Sequence[MemoryRegion]) -> RawKernel:
+        """One end of the kernel without kvbaton, for ``kvbaton bench``."""
+        from kvbaton_cuda_ipc.ipc_baseline import RawKernel
+
+        cuda = self.cuda()
+        if cuda is None:
+            raise TransportError("cuda_ipc: there is no CUDA driver, or no device that this process sees")
+        return RawKernel(cuda, lambda: self.mover(cuda, regions[0].device, options), regions)
 
     def open(self, options: IpcOptions, context: ConnectorContext) -> IpcConnector:
         """A connector for the stage ``context.peer``, which has the device ``context.device``."""

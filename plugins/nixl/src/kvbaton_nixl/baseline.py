@@ -33,6 +33,7 @@ class RawNixl:
     """See :class:`~kvbaton.bench.baseline.Baseline`."""
 
     name = "NIXL's own API"
+    tells = True
 
     def __init__(self, options: NixlOptions, regions: Sequence[MemoryRegion]) -> None:
         self._agent = library.make_agent(f"raw-{os.getpid()}", options)
