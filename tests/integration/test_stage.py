@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton import Request, SamplingParams
+from kvbaton import Request, SamplingParams, tracing
 from kvbaton.engine import Role, StepOutput
 from kvbaton.errors import PeerLost
 from kvbaton.handoff import effects as fx
@@ -18,7 +18,9 @@ from kvbaton.messages import Call, Failed, PeerDown, Reply, Reserved
 from kvbaton.settings import Settings
 from kvbaton.stage.engine_loop import EngineLoop, Quit, Released
 from kvbaton.stage.prefill import PrefillStage
+from kvbaton.stage.tracing import Recorder
 from kvbaton.stage.worker import run
+from kvbaton.tracing import Paused, Resumed
 from kvbaton_conformance.deployment import Deployment, StageSeat
 from kvbaton_conformance.scripted import ScriptedLayout
 from kvbaton_loopback.plugin import LoopbackPlugin
@@ -469,6 +471,30 @@ def test_nothing_is_kept_of_cancelled_transfers_behind_a_frozen_destination() ->
     world.let_go()
     world.run_until(world.idle)
     world.check_answer("head")
+    world.finish()
+
+
+@pytest.mark.clause("T6")
+def test_a_trace_has_what_keeps_a_hand_off_back() -> None:
+    world = open_world(settings={"transfer.inflight_bytes": 4096})
+    p = world.seats["prefill-0"]
+    assert p.stage is not None
+    recorder = Recorder()
+    p.stage._record(recorder)
+    world.submit("a", LONG)
+    p.gate.hold("completions")
+    world.settle()
+    world.let_go()
+    world.run_until(world.idle)
+    noted, malformed = tracing.decode(recorder.page(0.0, tracing.PAGE_EVENTS, tracing.PAGE_BYTES).events)
+    assert malformed == 0
+    kinds = {type(event) for event in noted}
+    missing = {tracing.Full, tracing.Submitted, tracing.Paused, tracing.Resumed, tracing.Step} - kinds
+    assert not missing
+    paused, resumed = ([event for event in noted if isinstance(event, kind)] for kind in (Paused, Resumed))
+    assert len(paused) == len(resumed), "said once each time, not at each look"
+    full = [event for event in noted if isinstance(event, tracing.Full)]
+    assert len({event.sequence for event in full}) == len(full), "once for each chunk"
     world.finish()
 
 

@@ -100,6 +100,10 @@ class UnsupportedModel(ModelError):
     """The model needs what the engine does not have.  Facts: ``model``, ``missing``."""
 
 
+class TraceUnreadable(ConfigurationError):
+    """A file is no trace of kvbaton's."""
+
+
 class GeometryError(ConfigurationError):
     """A KV geometry contradicts itself.  Facts: ``field``."""
 
@@ -216,6 +220,10 @@ class DuplicateRequest(RequestRefused):
 
 class PromptTooLong(RequestRefused):
     """Prompt plus permitted growth can never fit.  Facts: ``tokens``, ``limit``."""
+
+
+class TraceNotWritten(KvbatonError):
+    """The trace of a run could not be written, at its end; everything that ran has run."""
 
 
 class StageDied(KvbatonError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import sys
@@ -22,12 +23,13 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from kvbaton.connector import ConnectorPlugin
 from kvbaton.engine import ColocatedEngine, Request, Role, StepOutput, Tokenizer
-from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused
+from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused, TraceNotWritten
 from kvbaton.hooks import Hooks
 from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.observe.logs import set_level
@@ -39,8 +41,12 @@ from kvbaton.settings import Settings
 
 if TYPE_CHECKING:
     from kvbaton.observe.metrics import Listening, Metrics
+    from kvbaton.observe.otel import Spans
+    from kvbaton.observe.trace import Trace
 
 __all__ = ["PDRuntime", "RequestOutput", "RequestRecord", "StageState", "run_colocated"]
+
+_log = logging.getLogger(__name__)
 
 #: Where outputs of one request go.  Called on the coordinator's thread; must not block.
 Sink = Callable[[RequestOutput], None]
@@ -64,6 +70,10 @@ class PDRuntime:
         #: Live requests, with the stream that takes their outputs (None: ``step`` does).
         self._live: dict[RequestKey, Sink | None] = {}
         self._listening: Listening | None = None
+        #: Traces of it, and where the one of its own is to be written.
+        self._traces: list[Trace] = []
+        self._trace_path: Path | None = None
+        self._spans: list[Spans] = []
         service.deliver, service.delivered = self._deliver, self._delivered
 
     @classmethod
@@ -85,7 +95,9 @@ class PDRuntime:
         engine, options = choose_engine(settings.engine)
         engine.check(settings.model, options)
         observed = _metrics(settings, hooks)
-        own = [metrics for metrics in observed if metrics not in hooks]
+        traces = _traces(settings, hooks)
+        spans = _spans(settings, hooks)
+        own = [observer for observer in (*observed, *traces, *spans) if observer not in hooks]
         observers = Hooks([*hooks, *own])
         observers.add_installed()
         say = progress or (lambda text: None)
@@ -103,6 +115,16 @@ class PDRuntime:
         runtime._listening = listening
         for metrics in observed:
             metrics.watch(runtime)
+        runtime._traces = traces
+        runtime._spans = spans
+        try:
+            for trace in traces:
+                trace.watch(service.trace, _about(service))
+        except BaseException:  # somebody interrupts, and will have nothing to close
+            with contextlib.suppress(KvbatonError):
+                runtime.close()
+            raise
+        runtime._trace_path = settings.trace.path
         return runtime
 
     @property
@@ -286,14 +308,26 @@ class PDRuntime:
     def close(self) -> None:
         """Cancel what runs, stop and join every stage, in the order that keeps memory safe (C6.2).  Idempotent.
 
-        Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered; everything is over
-        nevertheless.
+        Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered, or where the trace
+        (``trace.path``) could not be written; everything is over nevertheless.
         """
+        for trace in self._traces:
+            trace.close()
         try:
             self._service.close()
+        except KvbatonError as error:
+            late = self._written()
+            if late is not None:
+                error.add_note(str(late))  # the first cause is the one to see (C6.3)
+            raise
         finally:
             if self._listening is not None:
                 self._listening.close()
+            for spans in self._spans:
+                spans.close()
+        late = self._written()
+        if late is not None:
+            raise late
 
     def __enter__(self) -> PDRuntime:
         return self
@@ -309,6 +343,20 @@ class PDRuntime:
             error.add_note(f"while closing: {late}")  # the first cause is the one to see (C6.3)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _written(self) -> TraceNotWritten | None:
+        """Write the trace, once, where it is wanted; why it could not be."""
+        path, self._trace_path = self._trace_path, None
+        if path is None:
+            return None
+        trace = self._traces[0]
+        try:
+            trace.write(path)
+        except TraceNotWritten as error:
+            return error
+        if trace.incomplete:
+            _log.warning("the trace %s is incomplete: %s", path, trace.incomplete)
+        return None
 
     def _add(self, request: Request, request_id: str | None, deadline: float | None, sink: Sink | None) -> RequestKey:
         key = RequestKey(uuid.uuid4().hex if request_id is None else request_id)
@@ -353,6 +401,43 @@ def _metrics(settings: Settings, hooks: Sequence[object]) -> list[Metrics]:
     from kvbaton.observe.metrics import Metrics
 
     return [Metrics()]
+
+
+def _traces(settings: Settings, hooks: Sequence[object]) -> list[Trace]:
+    """The observers among ``hooks`` that are traces, or one of our own where it is to be written and there is none.
+
+    Raises :class:`~kvbaton.errors.SettingsError` where it could not be.
+    """
+    loaded = sys.modules.get("kvbaton.observe.trace")
+    found = [] if loaded is None else [hook for hook in hooks if isinstance(hook, loaded.Trace)]
+    if settings.trace.path is None:
+        return found
+    from kvbaton.observe.trace import Trace, check_path
+
+    check_path(settings.trace.path)
+    return found or [Trace(events=settings.trace.events)]
+
+
+def _spans(settings: Settings, hooks: Sequence[object]) -> list[Spans]:
+    """An observer of our own where spans are wanted and nobody among ``hooks`` makes them."""
+    loaded = sys.modules.get("kvbaton.observe.otel")
+    given = loaded is not None and any(isinstance(hook, loaded.Spans) for hook in hooks)
+    if given or not settings.trace.otel:
+        return []
+    from kvbaton.observe.otel import Spans
+
+    return [Spans()]
+
+
+def _about(service: Service) -> dict[str, str]:
+    """What somebody who looks at a trace wants to know of the run."""
+    settings = service.settings
+    stages = settings.stages
+    return {
+        "kvbaton": sys.modules["kvbaton"].__version__, "model": settings.model, "engine": settings.engine.name,
+        "transport": settings.transport.name, "stages": f"{stages.prefill} prefill, {stages.decode} decode",
+        "launch": stages.launch,
+    }  # fmt: skip
 
 
 def _generation(outputs: list[RequestOutput], live: bool) -> list[RequestOutput]:

@@ -21,7 +21,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -137,6 +137,18 @@ class _Census:
     waiting: dict[PeerId, str]
     by: float
     result: dict[str, Any]
+    #: When they were asked, and when each one's reply was heard.
+    asked: float
+    heard: dict[PeerId, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A stage's reply to a call, or ``{"error": text}``, given between ``asked`` and ``heard`` on our clock."""
+
+    result: Any
+    asked: float
+    heard: float
 
 
 @dataclass(slots=True, eq=False)
@@ -486,6 +498,19 @@ class Service:
 
         return self._fan_out(method, session, arguments, present)
 
+    def trace(
+        self, method: str, session: str, arguments: Mapping[str, Any], peers: Collection[PeerId] | None
+    ) -> dict[PeerId, Answer]:
+        """C9.2: one call of a trace session to ``peers``, or all that are up; of those that replied, the replies."""
+
+        def present() -> tuple[list[PeerId], dict[str, Any]]:
+            up = [view.peer for view in self._machine.peers() if view.peer in self._up]
+            return [peer for peer in up if peers is None or peer in peers], {}
+
+        census = self._census(method, session, arguments, present)
+        result = census.future.result()
+        return {peer: Answer(result.get(peer.name), census.asked, at) for peer, at in census.heard.items()}
+
     def _fan_out(
         self, method: str, session: str, arguments: Mapping[str, Any],
         present: Callable[[], tuple[Sequence[PeerId], dict[str, Any]]],
@@ -493,11 +518,19 @@ class Service:
         """Call the peers that are ``present``; what each says within ``deadline.control``, by name, besides what is
         known without.
         """
+        return self._census(method, session, arguments, present).future.result()
+
+    def _census(
+        self, method: str, session: str, arguments: Mapping[str, Any],
+        present: Callable[[], tuple[Sequence[PeerId], dict[str, Any]]],
+    ) -> _Census:  # fmt: skip
+        """A call that has been sent; its ``future`` gets the result."""
         future: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
 
-        def action() -> None:
+        def action() -> _Census:
             peers, known = present()
-            census = _Census(future, {}, time.monotonic() + self._settings.deadline.control, known)
+            now = time.monotonic()
+            census = _Census(future, {}, now + self._settings.deadline.control, known, now)
             for peer in peers:
                 call = messages.Call(f"{method}-{next(self._order)}", session, method, dict(arguments))
                 try:
@@ -507,9 +540,9 @@ class Service:
                 else:
                     census.waiting[peer] = call.control_id
             self._censuses.append(census)
+            return census
 
-        self.call(action)
-        return future.result()
+        return self.call(action)
 
     def close(self) -> None:
         """Cancel, stop and join everything.  Raises where a stage did not end as ordered."""
@@ -905,6 +938,7 @@ class Service:
         for census in self._censuses:
             if census.waiting.get(peer) == reply.control_id:
                 del census.waiting[peer]
+                census.heard[peer] = time.monotonic()  # not ``now``: the reply may have come since
                 census.result[peer.name] = reply.result if reply.error is None else {"error": reply.error}
 
     # -- ending ------------------------------------------------------------------------------------------------------

@@ -328,6 +328,19 @@ class MetricsSettings(_Group):
     Unset: nowhere."""
 
 
+class TraceSettings(_Group):
+    """Where a run can be looked at afterwards."""
+
+    path: Path | None = None
+    """File that a trace of everything is written to when the runtime closes, for ui.perfetto.dev and for `kvbaton
+    report`. Unset: nothing is noted."""
+    events: Count = 200_000
+    """Events that are kept of each stage, the newest; about 150 bytes each. What was pushed out is told."""
+    otel: bool = False
+    """Whether each request becomes an OpenTelemetry span, with its phases as children. Where they go is OpenTelemetry's
+    own affair: `OTEL_TRACES_EXPORTER` and its kind. Needs `pip install 'kvbaton[otel]'`."""
+
+
 class ServeSettings(_Group):
     """The HTTP front, `kvbaton serve`."""
 
@@ -391,6 +404,8 @@ class Settings(_Group):
     """The channels between the coordinator and the stages."""
     metrics: MetricsSettings = MetricsSettings()
     """Where Prometheus finds the metrics."""
+    trace: TraceSettings = TraceSettings()
+    """Where a run can be looked at afterwards."""
     serve: ServeSettings = ServeSettings()
     """The HTTP front, `kvbaton serve`."""
     log: LogSettings = LogSettings()

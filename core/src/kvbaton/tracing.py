@@ -7,12 +7,13 @@ and was answered.  Each event travels as bytes of its own, so that one that nobo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from kvbaton.identity import TransferId
+from kvbaton.identity import WireTransferId
 
 #: Events that a stage keeps, for each of its two threads, until they are read.
 MAX_UNREAD: Final = 1 << 16
@@ -20,6 +21,9 @@ MAX_UNREAD: Final = 1 << 16
 PAGE_EVENTS, PAGE_BYTES = 4096, 1 << 20
 #: Transfers that a step names at most; it counts the others.
 MAX_NAMED: Final = 32
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -30,40 +34,40 @@ class Told(_Event, frozen=True, gc=False):
     """The message that creates a transfer here was read."""
 
     at: float
-    transfer: TransferId
+    transfer: WireTransferId
 
 
 class Marked(_Event, frozen=True, gc=False):
     """The transfer has reached a milestone here."""
 
     at: float
-    transfer: TransferId
-    milestone: str
+    transfer: WireTransferId
+    milestone: _Word
 
 
 class Planned(_Event, frozen=True, gc=False):
     """P's engine has reported a range, which makes the chunks ``[first, past)``."""
 
     at: float
-    transfer: TransferId
-    first: int
-    past: int
+    transfer: WireTransferId
+    first: _Count
+    past: _Count
 
 
 class Ready(_Event, frozen=True, gc=False):
     """P's device has written a chunk's source: from here on it waits for room in the transport."""
 
     at: float
-    transfer: TransferId
-    sequence: int
+    transfer: WireTransferId
+    sequence: _Count
 
 
 class Full(_Event, frozen=True, gc=False):
     """The transport had no room for a chunk; said once for each."""
 
     at: float
-    transfer: TransferId
-    sequence: int
+    transfer: WireTransferId
+    sequence: _Count
 
 
 class Submitted(_Event, frozen=True, gc=False):
@@ -71,19 +75,19 @@ class Submitted(_Event, frozen=True, gc=False):
 
     began: float
     ended: float
-    transfer: TransferId
-    sequence: int
-    nbytes: int
-    segments: int
+    transfer: WireTransferId
+    sequence: _Count
+    nbytes: _Count
+    segments: _Count
 
 
 class Completed(_Event, frozen=True, gc=False):
     """The transport said how a chunk ended."""
 
     at: float
-    transfer: TransferId
-    sequence: int
-    outcome: str
+    transfer: WireTransferId
+    sequence: _Count
+    outcome: _Word
 
 
 class Receipt(_Event, frozen=True, gc=False):
@@ -91,22 +95,22 @@ class Receipt(_Event, frozen=True, gc=False):
 
     began: float
     ended: float
-    transfer: TransferId
-    sequence: int
+    transfer: WireTransferId
+    sequence: _Count
 
 
 class Paused(_Event, frozen=True, gc=False):
     """The engine's thread: P's engine was told to compute no more for ``peer``, to which too much waits."""
 
     at: float
-    peer: str
+    peer: _Word
 
 
 class Resumed(_Event, frozen=True, gc=False):
     """Enough has gone to ``peer``."""
 
     at: float
-    peer: str
+    peer: _Word
 
 
 class Step(_Event, frozen=True, gc=False):
@@ -118,11 +122,11 @@ class Step(_Event, frozen=True, gc=False):
 
     began: float
     ended: float
-    computed: tuple[tuple[TransferId, int, int], ...]
-    ranges: int
-    produced: tuple[TransferId, ...]
-    batch: int
-    tokens: int
+    computed: tuple[tuple[WireTransferId, int, int], ...]
+    ranges: _Count
+    produced: tuple[WireTransferId, ...]
+    batch: _Count
+    tokens: _Count
 
 
 class Command(_Event, frozen=True, gc=False):
@@ -130,8 +134,8 @@ class Command(_Event, frozen=True, gc=False):
 
     began: float
     ended: float
-    name: str
-    transfer: TransferId
+    name: _Word
+    transfer: WireTransferId
 
 
 Event: TypeAlias = (
@@ -153,6 +157,13 @@ class Page(msgspec.Struct, frozen=True):
     more: bool = False
 
 
+def span(event: Event) -> tuple[float, float]:
+    """From when to when it lasted; twice the same where it is a moment."""
+    if isinstance(event, Submitted | Receipt | Step | Command):
+        return event.began, event.ended
+    return event.at, event.at
+
+
 def encode(event: Event) -> bytes:
     return _ENCODER.encode(event)
 
@@ -163,7 +174,11 @@ def decode(events: Iterable[bytes]) -> tuple[list[Event], int]:
     malformed = 0
     for data in events:
         try:
-            found.append(_DECODER.decode(data))
+            event: Event = _DECODER.decode(data)
+            began, ended = span(event)
+            if not 0.0 <= began <= ended < math.inf:
+                raise ValueError("no time")
+            found.append(event)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
             malformed += 1
     return found, malformed

@@ -53,6 +53,10 @@ Decode = Annotated[str | None, typer.Option("--decode", metavar="N", help="Numbe
 Launch = Annotated[
     str | None, typer.Option("--launch", metavar="HOW", help="Where stages run: auto, inproc, process or remote.")
 ]
+Trace = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="Write a trace there, for ui.perfetto.dev and kvbaton report."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, such as deadline.chunk=5. Repeatable."),
@@ -100,6 +104,7 @@ _KEYS = {
     "--connect": "control.connect",
     "--listen": "serve.listen",
     "--chunk-bytes": "transfer.chunk_bytes",
+    "--trace": "trace.path",
 }
 
 
@@ -196,6 +201,7 @@ def run_command(
             "--profile", metavar="DIR", help="Profile each stage's engine; the files go there (read by pstats)."
         ),
     ] = None,
+    trace: Trace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of text and tables.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -208,6 +214,7 @@ def run_command(
             "--prefill": prefill,
             "--decode": decode,
             "--launch": launch,
+            "--trace": trace,
         }
         settings, _ = _settings(config, single, transport_option, engine_option, assign)
         from kvbaton.cli.prompts import gather, number
@@ -235,6 +242,7 @@ def serve_command(
     transport_option: TransportOption = None,
     engine_option: EngineOption = None,
     assign: Set = None,
+    trace: Trace = None,
     debug: Debug = False,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C; what is under way then may end first."""
@@ -247,6 +255,7 @@ def serve_command(
             "--prefill": prefill,
             "--decode": decode,
             "--launch": launch,
+            "--trace": trace,
         }
         settings, _ = _settings(config, single, transport_option, engine_option, assign)
         from kvbaton.cli.serve import serve
