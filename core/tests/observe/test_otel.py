@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 from opentelemetry import trace
@@ -13,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvbaton import PDRuntime, Request, SamplingParams, Settings, load
 from kvbaton.errors import RequestCancelled, SettingsError, TransferFailed
 from kvbaton.identity import RequestKey, TransferId
+from kvbaton.observe import otel
 from kvbaton.observe.otel import Spans
 from kvbaton.records import RequestRecord
 
@@ -101,13 +103,22 @@ def test_an_exporter_that_is_not_installed_is_told_before_anything_starts(monkey
         PDRuntime.start(settings(trace__otel=True), progress=lambda text: pytest.fail(text))
 
 
+@pytest.mark.parametrize(("chosen", "installed"), [("mine", "mine"), (None, "otlp_proto_http"), ("otlp", "otlp")])
 def test_the_setting_exports_as_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, exporter: InMemorySpanExporter, chosen: str | None, installed: str
 ) -> None:
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    class Entry:
+        name = installed
+
+        def load(self) -> Callable[[], InMemorySpanExporter]:
+            return lambda: exporter
+
+    monkeypatch.setattr(otel, "entry_points", lambda group: [Entry()])
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-service")
+    monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", chosen)
     with PDRuntime.start(settings(trace__otel=True)) as runtime:
         list(runtime.stream(runtime.add_request(Request((1, 2, 3), SamplingParams(max_tokens=1)), "only")))
-    written = capfd.readouterr().out
-    assert '"name": "kvbaton.request"' in written
-    assert '"service.name": "my-service"' in written
+    (whole,) = [span for span in exporter.get_finished_spans() if span.name == "kvbaton.request"]
+    assert whole.resource.attributes["service.name"] == "my-service"
