@@ -18,6 +18,9 @@ _SLOWEST: Final = 5
 #: Requests in the table of all of them, which is folded away.
 _ALL: Final = 2000
 
+#: Heads of columns of text.
+_WIDE: Final = ("what passes in it", "cause", "error")
+
 Cell = str | tuple[str, str]
 
 
@@ -58,7 +61,8 @@ def _section(title: str, body: str) -> str:
 def _head(timeline: Timeline, title: str, done: Sequence[RequestLine]) -> str:
     about = timeline.about
     when = datetime.fromtimestamp(timeline.began, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if timeline.began > 0 else ""
-    facts = [about.get("model", ""), about.get("transport", ""), about.get("stages", ""), when]
+    facts = [about.get("model", ""), about.get("transport", ""), about.get("stages", ""), when,
+             f"{duration(timeline.length)} long"]  # fmt: skip
     line = " · ".join(escape(fact) for fact in facts if fact)
     ended = figures.outcomes(timeline)
     failed = ended["failed"]
@@ -79,8 +83,8 @@ def _head(timeline: Timeline, title: str, done: Sequence[RequestLine]) -> str:
         for name, value, note in tiles
     )
     return (
-        f"<header><h1>{escape(title)}</h1><p>{line}</p><p>The run lasted {escape(duration(timeline.length))}."
-        f'</p><div class="tiles">{cards}</div></header>'
+        f'<header><span class="over">kvbaton report</span><h1>{escape(title)}</h1><p>{line}</p>'
+        f'<div class="tiles">{cards}</div></header>'
     )
 
 
@@ -106,17 +110,17 @@ def _fall(timeline: Timeline) -> str:
         return "<p>There was no request.</p>"
     names = {phase.name for r in timeline.requests for g in r.generations for phase in g.phases}
     roomy = len(timeline.requests) <= pictures.ROOMY
-    below = "; the line below it, while chunks of its KV cache were on their way; ┃ its first token" if roomy else ""
-    words = f"Each row is a request, from when it was added: its phases{below}. Point at a row for its figures."
+    present = [name for name in PHASES if name in names]
     return (
-        f"<p>{escape(words)}</p>{pictures.legend(name for name in PHASES if name in names)}"
+        "<p>Each row is a request, from when it was added to when its memory was given back at D. Point at a row for"
+        f" its figures.</p>{pictures.legend(present, roomy)}"
         f"{pictures.waterfall(timeline.requests, max(timeline.length, 1e-9))}"
     )
 
 
 def _phases(done: Sequence[RequestLine]) -> str:
     spreads = [*figures.phases(done), figures.first_tokens(done), figures.totals(done)]
-    rows = []
+    rows: list[Sequence[Cell]] = []
     for spread in spreads:
         key = f'<span class="key p-{escape(spread.name)}"></span>' if spread.name in PHASES else ""
         times = (spread.mean, spread.p50, spread.p90, spread.p99, spread.most)
@@ -178,8 +182,8 @@ def _bytes(timeline: Timeline) -> str:
     course = figures.flying(timeline.requests, timeline.length)
     most = float(course.max())
     label = f"bytes on their way, {size(most)} at most"
-    head = ("way", "chunks", "bytes", "segments", "rate", "on the way p50 ms", "p99 ms", "most ms", "wait for room, most ms",
-            "found it full")  # fmt: skip
+    head = ("way", "chunks", "bytes", "segments", "rate", "on the way p50 ms", "p99 ms", "most ms",
+            "wait for room, most ms", "found it full")  # fmt: skip
     return (
         "<p>A chunk is on its way from its submission at the source to its receipt at the destination. The rate is of "
         f"the time in which any was. At most {escape(size(most))} were on their way at once.</p>"
@@ -260,8 +264,8 @@ def _everything(requests: Sequence[RequestLine]) -> str:
             f"{request.prefix_prefill}/{request.prefix_decode}", f"{request.tokens}", f"{request.chunks}",
             f"{request.segments}", size(request.nbytes), _way(request),
         ))  # fmt: skip
-    head = ("request", "end", "took ms", "first token ms", "prompt", "cached P/D", "tokens", "chunks", "segments", "bytes",
-            "way")  # fmt: skip
+    head = ("request", "end", "took ms", "first token ms", "prompt", "cached P/D", "tokens", "chunks", "segments",
+            "bytes", "way")  # fmt: skip
     more = len(requests) - len(rows)
     rest = f"<p>{plural(more, 'more request')} in the trace.</p>" if more else ""
     return f"<section><details><summary>All requests</summary>{_table(head, rows)}{rest}</details></section>"
@@ -287,7 +291,7 @@ def _notes(timeline: Timeline) -> Iterator[str]:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A cell is a text, or a pair of markup and classes; the first column is a name, numbers stand to the right."""
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    top = "".join(f'<th scope="col"{" class=wide" if name in _WIDE else ""}>{escape(name)}</th>' for name in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -333,7 +337,10 @@ svg text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 18px;padding:0;margin:4px 0 10px;font-size:12px;
 color:var(--soft)}
 .legend b{color:var(--ink)}
+.over{color:var(--soft);font-size:12px;letter-spacing:.06em;text-transform:uppercase}
 .key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;vertical-align:-1px}
+.key.line{height:4px;background:var(--chunk);opacity:.75;vertical-align:3px}
+.key.mark{width:2px;background:var(--ink);border-radius:0}
 .fall{display:grid;grid-template-columns:minmax(48px,108px) 1fr}
 .fall .labels text{fill:var(--soft);font-size:11px}.fall .labels .bad{fill:var(--bad)}
 .rows g:hover rect{opacity:.7}
@@ -343,13 +350,13 @@ svg .tick{fill:var(--soft);font-size:11px}.grid{stroke:var(--line)}
 svg .cross{fill:var(--bad);font-weight:700}
 .courses{display:grid;grid-template-columns:minmax(64px,108px) 1fr;gap:6px 0;margin:0 0 10px;font-size:12px}
 .courses dt{color:var(--soft);align-self:center}.courses dd{margin:0}
-.course{background:var(--card)}
+.course{background:var(--card)}.course rect{shape-rendering:crispEdges}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:13px;min-width:50%}
 th,td{padding:4px 12px 4px 0;text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums;
 border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal}
-th:first-child,td:first-child{text-align:left}
+th:first-child,td:first-child,th.wide{text-align:left}th.wide{padding-left:12px}
 td.wide{white-space:normal;text-align:left;min-width:220px;padding-left:12px;overflow-wrap:anywhere}
 summary{cursor:pointer;font-weight:600;margin:10px 0}
 @media (max-width:640px){main{padding:12px}body{font-size:14px}}

@@ -20,13 +20,16 @@ _HAIR: Final = 0.06
 _AXIS: Final = 22
 
 
-def legend(names: Iterable[str]) -> str:
-    """The colours of phases."""
-    entries = "".join(
-        f'<li><span class="key p-{escape(name)}"></span><b>{escape(name)}</b> {escape(PHASES[name])}</li>'
+def legend(names: Iterable[str], roomy: bool) -> str:
+    """The colours of phases, and the marks that there are where each row has room for them."""
+    entries = [
+        f'<li title="{escape(PHASES[name])}"><span class="key p-{escape(name)}"></span>{escape(name)}</li>'
         for name in names
-    )
-    return f'<ul class="legend">{entries}</ul>'
+    ]
+    if roomy:
+        entries.append('<li><span class="key line"></span>chunks on their way</li>')
+        entries.append('<li><span class="key mark"></span>first token</li>')
+    return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
 def stacked(shares: Sequence[tuple[str, float, float]]) -> str:
@@ -36,10 +39,8 @@ def stacked(shares: Sequence[tuple[str, float, float]]) -> str:
         tip = f"{name}: {duration(seconds)} per request, {part:.1%}"
         bars.append(f"<g><title>{escape(tip)}</title>{_rect(at, part * 100, 0, 34, f'p-{name}')}</g>")
         if part >= 0.08:
-            texts.append(
-                f'<text class="on-{escape(name)}" x="{at + part * 50:.3f}%" y="22" text-anchor="middle">'
-                f"{escape(name)} {part:.0%}</text>"
-            )
+            place = f'x="{at + part * 50:.3f}%" y="22" text-anchor="middle"'
+            texts.append(f'<text class="on-{escape(name)}" {place}>{escape(name)} {part:.0%}</text>')
         at += part * 100
     return f'<svg class="stack" height="34" role="img" aria-label="Where the time went">{"".join(bars + texts)}</svg>'
 
@@ -58,10 +59,9 @@ def waterfall(requests: Sequence[RequestLine], length: float) -> str:
         if place % every == 0:
             middle = top + (9 if roomy else min(pitch, 10))
             kind = "label bad" if failed and roomy else "label"
-            labels.append(
-                f'<text class="{kind}" x="100%" y="{middle}" text-anchor="end" dx="-8">{escape(_short(request.id))}'
-                f"<title>{escape(request.id)}</title></text>"
-            )
+            where = f'class="{kind}" x="100%" y="{middle}" text-anchor="end" dx="-8"'
+            name = f"{escape(_short(request.id))}<title>{escape(request.id)}</title>"
+            labels.append(f"<text {where}>{name}</text>")
         rows.append(f"<g><title>{escape(_tip(request))}</title>{''.join(_row(request, length, top, bar, roomy))}</g>")
     grid = "".join(_grid(length, height))
     return (
@@ -94,10 +94,10 @@ def _tip(request: RequestLine) -> str:
     whole = "" if request.ended is None else f" after {duration(request.ended - request.added)}"
     last = request.generations[-1]
     way = f", {last.prefill} → {last.decode}" if last.decode else ""
+    sent = f"{size(request.nbytes)} in {request.chunks} chunks"
     lines = [
         f"{request.id}: {request.outcome or 'unfinished'}{whole}{way}",
-        f"{request.prompt_tokens} prompt tokens, {request.tokens} tokens, {size(request.nbytes)} in"
-        f" {request.chunks} chunks",
+        f"{request.prompt_tokens} prompt tokens, {request.tokens} tokens, {sent}",
         *taken,
     ]
     if request.error:
@@ -118,10 +118,8 @@ def course(values: np.ndarray, most: float, kind: str, label: str) -> str:
         tall = float(levels[start]) * height
         if tall > 0.0:
             tall = max(tall, 1.0)
-            bars.append(
-                f'<rect class="{kind}" x="{start / count * 100:.3f}%" y="{height - tall:.2f}"'
-                f' width="{(end - start) / count * 100:.3f}%" height="{tall:.2f}"/>'
-            )
+            width = (end - start) / count * 100
+            bars.append(_rect(start / count * 100, width, height - tall, tall, kind))
         start = end
     return (
         f'<svg class="course" height="{height}" role="img" aria-label="{escape(label)}">'
@@ -136,7 +134,7 @@ def axis(length: float) -> str:
 
 def _grid(length: float, height: int, below: bool = False) -> Iterator[str]:
     for tick in ticks(length):
-        at = tick / length * 100
+        at = tick / max(length, 1e-9) * 100
         anchor = "start" if at < 1 else "end" if at > 96 else "middle"
         yield f'<line class="grid" x1="{at:.3f}%" x2="{at:.3f}%" y1="{0 if below else _AXIS - 6}" y2="{height}"/>'
         y = 18 if below else 11
@@ -144,10 +142,10 @@ def _grid(length: float, height: int, below: bool = False) -> Iterator[str]:
 
 
 def ticks(length: float) -> list[float]:
-    """Round moments from 0 to ``length``: six or so."""
+    """Round moments from 0 to ``length``: some four to ten."""
     if length <= 0.0:
         return [0.0]
-    rough = length / 6
+    rough = length / 9
     scale = 10.0 ** np.floor(np.log10(rough))
     step = float(min((scale * m for m in (1, 2, 5, 10) if scale * m >= rough), default=scale * 10))
     return [step * n for n in range(int(length / step + 1e-9) + 1)]

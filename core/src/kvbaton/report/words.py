@@ -18,7 +18,7 @@ def milliseconds(seconds: float) -> str:
     if value == 0.0:
         return "0"
     if value >= 100.0:
-        return f"{value:.0f}"
+        return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10.0 else f"{value:.2f}"
 
 
