@@ -13,10 +13,10 @@ opened by name and options as a stage would open it, so that transports that mus
         pair.back.move(...)                                 # the other direction
 
 Device memory (``memory="cuda"``) is allocated through CUDA's driver, on ``devices``.  Everything is bounded.  What goes
-wrong is a :class:`PairFailed` whose text names the end and the cause, also where a process hangs or dies; the pair is
+wrong is a ``PairFailed`` whose text names the end and the cause, also where a process hangs or dies; the pair is
 of no use afterwards.  Nothing is left behind on leaving: both processes have then been joined.
 
-:meth:`Way.call` runs a function of the caller's in an end's process, for a baseline by a library's own interface.
+``Way.call`` runs a function of the caller's in an end's process, for a baseline by a library's own interface.
 """
 
 from __future__ import annotations
