@@ -68,10 +68,9 @@ def _sweep(axes: Any, measured: Measured) -> None:
     for label, style, spreads in _lines(measured):
         points = [(p.segment_bytes, s) for p, s in zip(measured.sweep, spreads, strict=True) if s]
         lengths = [length for length, _ in points]
-        axes.plot(lengths, [spread.median / 1e9 for _, spread in points], style, label=label)
-        axes.fill_between(
-            lengths, [spread.p10 / 1e9 for _, spread in points], [spread.p90 / 1e9 for _, spread in points], alpha=0.15
-        )
+        (line,) = axes.plot(lengths, [spread.median / 1e9 for _, spread in points], style, label=label)
+        low, high = [spread.p10 / 1e9 for _, spread in points], [spread.p90 / 1e9 for _, spread in points]
+        axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([point.segment_bytes for point in measured.sweep])

@@ -21,8 +21,9 @@ from kvbaton.connector import MemoryKind, Reach
 from kvbaton.pair import Bounds, PairFailed, Way, open_pair
 from kvbaton.segments import Segments
 
-#: Turns at most, and those before the first that counts.
+#: Turns that count, at most and at least, and those before the first.
 _TURNS: Final = 200
+_LEAST: Final = 3
 _WARM_UP: Final = 2
 #: Lengths of a segment in a sweep; bytes of one point, and segments at most and at least.
 LENGTHS: Final = tuple(4096 << step for step in range(13))
@@ -165,7 +166,7 @@ def _take(
     each: list[float] = []
     by = time.monotonic() + seconds
     turn = 0
-    while turn < _WARM_UP + 1 or (turn < _WARM_UP + _TURNS and time.monotonic() < by):
+    while turn < _WARM_UP + _LEAST or (turn < _WARM_UP + _TURNS and time.monotonic() < by):
         moved = way.move(reads, writes, bound=bound, **cut)
         copy = way.copy(reads, writes, bound=bound).done[0]
         other = raw.turn(bound) if raw is not None else None

@@ -206,14 +206,14 @@ def _transport_table(moved: Carried, memory: MemoryKind) -> Table:
 def _sweep_table(measured: Measured) -> Table:
     raw = next((point.baseline.name for point in measured.sweep if point.baseline is not None), None)
     beside = [raw] if raw else []
-    table = _table("segments", "GB/s", "p10", "p90", *beside, "copied", f"/ {raw or 'copied'}")
+    table = _table("segments", "GB/s", "p10", "p90", "runs", *beside, "copied", "ratio")
     table.columns[-1].justify = "right"
     for point in measured.sweep:
         of = point.rate.times(1e-9)
         against = point.of_baseline if raw else point.of_copy
         table.add_row(
             f"{point.segments:,} x {size(point.segment_bytes)}", *map(_number, (of.median, of.p10, of.p90)),
-            *([_number(point.baseline.rate.median * 1e-9) if point.baseline else "-"] if raw else []),
+            str(of.count), *([_number(point.baseline.rate.median * 1e-9) if point.baseline else "-"] if raw else []),
             _number(point.copy.median * 1e-9) if point.copy else "-", _number(against.median) if against else "-",
         )  # fmt: skip
     return table
