@@ -1,7 +1,6 @@
 """Pairs of channel ends for the tests, and a check that nothing is left of them."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -41,23 +40,6 @@ def gather(channels, count: int, seconds: float = 10.0) -> list:
     return found
 
 
-class LanedChannels(ZmqCoordinatorChannels):
-    """As they are where the launcher starts each stage: with a lane from the first on."""
-
-    def __init__(self, **options) -> None:
-        self.lanes: dict[PeerId, socket.socket] = {}
-        super().__init__(**options)
-
-    def add(self, peer: PeerId) -> None:
-        super().add(peer)
-        self.lanes[peer] = self.lane(peer)
-
-    def close(self) -> None:
-        super().close()
-        for end in self.lanes.values():  # no stage has taken it
-            end.close()
-
-
 class Links:
     """Makes both ends of channels in one way, and closes them in the end.  Carries what the tests share."""
 
@@ -72,9 +54,7 @@ class Links:
         self._made = []
 
     def coordinator(self, **options):
-        if self.kind == "lane":
-            made = LanedChannels(directory=self.directory, **options)
-        elif self.kind == "zmq":
+        if self.kind == "zmq":
             made = ZmqCoordinatorChannels(directory=self.directory, **options)
         else:
             made = InprocCoordinatorChannels(through_codec=self.kind == "inproc-codec", **options)
@@ -82,13 +62,7 @@ class Links:
         return made
 
     def stage(self, coordinator, peer: PeerId = PEER):
-        match self.kind:
-            case "zmq":
-                made = ZmqStageChannel(coordinator.ticket(peer))
-            case "lane":
-                made = ZmqStageChannel(coordinator.ticket(peer), lane=coordinator.lanes.pop(peer))
-            case _:
-                made = coordinator.connect(peer)
+        made = ZmqStageChannel(coordinator.ticket(peer)) if self.kind == "zmq" else coordinator.connect(peer)
         self._made.append(made)
         return made
 
@@ -128,7 +102,7 @@ def short_tmp(tmp_path_factory):
     assert list(directory.iterdir()) == [], "a file is left"
 
 
-@pytest.fixture(params=["inproc", "inproc-codec", "zmq", "lane"])
+@pytest.fixture(params=["inproc", "inproc-codec", "zmq"])
 def links(request, short_tmp):
     made = Links(request.param, short_tmp)
     yield made
@@ -138,12 +112,5 @@ def links(request, short_tmp):
 @pytest.fixture
 def zmq_links(short_tmp):
     made = Links("zmq", short_tmp)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def lane_links(short_tmp):
-    made = Links("lane", short_tmp)
     yield made
     made.close()

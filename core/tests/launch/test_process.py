@@ -305,7 +305,6 @@ def test_the_order_survives_json():
         ticket=Ticket(address="ipc:///x", peer=PeerId("a", 2**62), coordinator_epoch=2**62 + 1, max_message=5),
         coordinator_pid=1,
         output=9,
-        lane=10,
         path=["/a"],
         orphan_grace=1.5,
     )

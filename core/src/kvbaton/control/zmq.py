@@ -4,11 +4,6 @@ The coordinator binds one ROUTER; each stage connects one DEALER whose routing i
 stage's first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what
 was sent to the stage before that waits for it.  Each further frame is one encoded envelope.
 
-A stage that the coordinator's process starts inherits a *lane* (:mod:`kvbaton.control.lane`), and all envelopes go over
-that in both directions: they reach the other process's thread without the two threads of ZeroMQ in between, which took
-half of what a hand-off cost.  The connection then carries the greeting and heartbeats, so that a stage that is stopped
-is found as ever; the end of either is the end of the channel, after what the lane still holds.
-
 A connection that ends is a lost channel: nobody reconnects, since ZeroMQ drops what is under way when it ends.
 The ends are seen by the sockets' monitors.  A stage that is alive but stopped is found by ZMTP heartbeats, which the
 coordinator sends and ZeroMQ's own thread in the stage answers, however long the stage's Python computes: they show a
@@ -35,7 +30,6 @@ import secrets
 import select
 import stat
 import struct
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -52,7 +46,6 @@ from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Receiv
 from kvbaton.control.bell import DescriptorBell
 from kvbaton.control.curve import ClientKeys, Gate, ServerKeys, user_of
 from kvbaton.control.envelopes import pack, unpack
-from kvbaton.control.lane import End, Lane, lane_pair
 from kvbaton.control.sequence import InboundSequence
 from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, ThreadError
 from kvbaton.identity import PeerId
@@ -67,11 +60,6 @@ _ADMITTED: Final = b"kvbaton-admitted"
 _EXPELLED: Final = b"kvbaton-expelled "
 _LEFT: Final = b"kvbaton-left "
 _LONGEST_CAUSE: Final = 2000
-
-#: Forgotten stages whose greetings are still expected.
-_MOST_UNMET: Final = 16
-
-_CUT: Final = "the connection to the coordinator ended"
 
 #: ``struct sockaddr_un`` holds 107 bytes and a terminating zero.
 _LONGEST_SOCKET_PATH: Final = 107
@@ -186,46 +174,10 @@ class _Wire:
                 self._fds.append(self._gate.socket.fileno())
             for fd in self._fds:
                 self._poll.register(fd, select.POLLIN)
-            #: Of lanes: what is read, and what of it waits for room as well.
-            self._lanes: set[int] = set()
-            self._full: set[int] = set()
-            #: Both sockets of ZeroMQ's were asked since they were last used, and had nothing: their descriptors will
-            #: tell of what comes.
-            self._armed = False
-            #: The descriptors at which the last ``wait`` found something; None: it has not looked, or that is used up.
-            self._ready: set[int] | None = None
             undo.pop_all()
-
-    def watch(self, lane: Lane) -> None:
-        """Let what comes over ``lane`` end a wait, and room for what it has ``unsent``."""
-        fd = lane.fileno()
-        if fd not in self._lanes or lane.unsent != (fd in self._full):
-            self._lanes.add(fd)
-            (self._full.add if lane.unsent else self._full.discard)(fd)
-            self._poll.register(fd, select.POLLIN | (select.POLLOUT if lane.unsent else 0))
-
-    def unwatch(self, lane: Lane) -> None:
-        """Before ``lane`` is closed."""
-        fd = lane.fileno()
-        if fd in self._lanes:
-            self._lanes.discard(fd)
-            self._full.discard(fd)
-            self._poll.unregister(fd)
-
-    def look(self) -> tuple[bool, set[int] | None]:
-        """(whether ZeroMQ's sockets may have something, the lanes that may have; None: any of them).  Once for each
-        ``wait``: a socket that is not looked at costs nothing.
-        """
-        ready, self._ready = self._ready, None
-        return not self._armed or ready is None, ready
-
-    def touch(self) -> None:
-        """ZeroMQ's sockets are used: what their descriptors would tell may be used up by that."""
-        self._armed = False
 
     def connection_events(self) -> list[tuple[int, int]]:
         """(event, file descriptor) of the connections that began or ended, oldest first."""
-        self._armed = False
         found = []
         while _readable(self._monitor):
             head, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -245,20 +197,14 @@ class _Wire:
     def wait(self, timeout: float) -> None:
         # asked here too: the answer lets somebody in whose first frame then ends the wait
         self.let_in()
-        self._ready = None
         # ZeroMQ's descriptors are edge-triggered: asking for EVENTS both looks first and arms them
-        if not self._armed:
-            self._armed = not (_readable(self.socket) or _readable(self._monitor))
-        if self._armed:
+        if not (_readable(self.socket) or _readable(self._monitor)):
             timeout = max(timeout, 0.0)
             # poll counts whole milliseconds, too coarse for the pauses of a pump; select takes no high descriptors
-            if timeout < 0.001 and max(self._fds) < 1024 and max(self._lanes, default=0) < 1024:
-                found = select.select([*self._fds, *self._lanes], self._full, (), timeout)
-                self._ready = {*found[0], *found[1]}
+            if timeout < 0.001 and max(self._fds) < 1024:
+                select.select(self._fds, (), (), timeout)
             else:
-                self._ready = {fd for fd, _ in self._poll.poll(math.ceil(timeout * 1000))}
-            if not self._ready.isdisjoint(self._fds[:2]):
-                self._armed = False
+                self._poll.poll(math.ceil(timeout * 1000))
         self.bell.hush()
 
     def close(self, linger: float) -> None:
@@ -277,7 +223,6 @@ class _Peer:
         "connected",
         "ending",
         "introduced",
-        "lane",
         "left",
         "lost",
         "peer",
@@ -294,8 +239,6 @@ class _Peer:
         self.sequence = InboundSequence(peer.epoch)
         self.seq = 0
         self.backlog: deque[bytes] = deque()
-        #: what carries its envelopes in the socket's place, for a stage that we start
-        self.lane: Lane | None = None
         self.connected = False
         self.introduced = False
         #: why the connection is gone, while frames that came before may still be unread
@@ -342,14 +285,10 @@ class ZmqCoordinatorChannels:
         self._peers: dict[PeerId, _Peer] = {}
         self._by_routing_id: dict[bytes, _Peer] = {}
         self._newest: dict[str, int] = {}
-        #: forgotten before their greeting came, which is nobody's fault: a lane is faster than the socket
-        self._unmet: dict[bytes, _Peer] = {}
         #: connections that are up, and the peer behind each that has said who it is
         self._open: set[int] = set()
         self._behind: dict[int, _Peer] = {}
         self._ending: list[_Peer] = []
-        #: peers with a lane, by our end's descriptor
-        self._laned: dict[int, _Peer] = {}
         #: connections that ended before they were tied to a peer, whose greeting may still be unread
         self._ended_unread: list[int] = []
         self._sent = 0
@@ -428,29 +367,10 @@ class ZmqCoordinatorChannels:
             self._peers[peer] = entry
             self._by_routing_id[entry.routing_id] = entry
 
-    def lane(self, peer: PeerId) -> End:
-        """The end of a lane for the stage ``peer``, which is about to be started and inherits it; the caller closes its
-        own copy then.  Envelopes go over it in both directions from the first on.
-        """
-        with self._exclusive:
-            entry = self._peers[peer]
-            if self._closed or entry.lane is not None or entry.seq:
-                raise LocalProtocolError(f"{peer} cannot be given a lane any more", peer=peer)
-            ours, theirs = lane_pair()
-            entry.lane = Lane(ours, self._max_message * _HARD_LIMIT_FACTOR)
-            self._wire.watch(entry.lane)
-            self._laned[ours.fileno()] = entry
-            return theirs
-
     def remove(self, peer: PeerId) -> None:
         with self._exclusive:
             entry = self._peers.pop(peer, None)
             if entry is not None:
-                if entry.lane is not None and not entry.connected:
-                    self._unmet[entry.routing_id] = entry
-                    while len(self._unmet) > _MOST_UNMET:
-                        del self._unmet[next(iter(self._unmet))]
-                self._close_lane(entry)
                 del self._by_routing_id[entry.routing_id]
                 entry.lost = True
                 entry.backlog.clear()
@@ -463,14 +383,7 @@ class ZmqCoordinatorChannels:
                 return
             data = pack(self._epoch, entry.seq + 1, message, self._max_message)
             entry.seq += 1
-            if entry.lane is not None:
-                if not entry.lane.send(data):
-                    self._end(entry, self._cut())
-                    self._dropped[family_of(message), "gone-peer"] += 1
-                    return
-                if entry.lane.unsent:
-                    self._wire.watch(entry.lane)
-            elif not entry.connected:
+            if not entry.connected:
                 entry.backlog.append(data)
             elif not self._post(entry, data):
                 self._dropped[family_of(message), "gone-peer"] += 1
@@ -482,55 +395,22 @@ class ZmqCoordinatorChannels:
         with self._exclusive:
             if self._closed:
                 return events
-            sockets, lanes = self._wire.look()
-            for fd in tuple(self._laned) if lanes is None else lanes:
-                if fd in self._laned:
-                    self._read_lane(self._laned[fd], events)
-            if not sockets or self._read_socket(events):
-                self._report_endings(events)
+            self._wire.let_in()
+            # connections first: an end seen now comes after every frame that is still to be read of it
+            self._watch_connections()
+            socket = self._wire.socket
+            for _ in range(_FRAMES_PER_PASS):
+                if not _readable(socket):
+                    self._report_endings(events)
+                    return events
+                sender = self._by_routing_id.get(routing_id := socket.recv(zmq.NOBLOCK))
+                if sender is not None and sender.connected and self._listen is None:
+                    # what is heard oftenest, and nothing is asked of its frames but their bytes
+                    self._take(sender, socket.recv_multipart(zmq.NOBLOCK), events)
+                else:
+                    self._handle(routing_id, sender, socket.recv_multipart(zmq.NOBLOCK, copy=False), events)
+            self._wire.bell.ring()  # there may be more
         return events
-
-    def _read_socket(self, events: list[ChannelEvent]) -> bool:
-        """Whether everything that had arrived was read."""
-        self._wire.let_in()
-        # connections first: an end seen now comes after every frame that is still to be read of it
-        self._watch_connections()
-        socket = self._wire.socket
-        for _ in range(_FRAMES_PER_PASS):
-            if not _readable(socket):
-                return True
-            sender = self._by_routing_id.get(routing_id := socket.recv(zmq.NOBLOCK))
-            if sender is not None and sender.connected and self._listen is None:
-                # what is heard oftenest, and nothing is asked of its frames but their bytes
-                self._take(sender, socket.recv_multipart(zmq.NOBLOCK), events)
-            else:
-                self._handle(routing_id, sender, socket.recv_multipart(zmq.NOBLOCK, copy=False), events)
-        self._wire.bell.ring()  # there may be more
-        return False
-
-    def _read_lane(self, entry: _Peer, events: list[ChannelEvent], frames: int = _FRAMES_PER_PASS) -> None:
-        """What has come over a lane; its end, once everything was read."""
-        lane = entry.lane
-        if lane is None:
-            return
-        if lane.unsent:
-            if not lane.flush():
-                self._end(entry, self._cut())
-            self._wire.watch(lane)
-        while frames > 0 and (found := lane.receive()):
-            for data in found:
-                self._take(entry, [data], events)
-            frames -= len(found)
-        if lane.ended:
-            self._end(entry, self._cut())
-            self._close_lane(entry)
-
-    def _close_lane(self, entry: _Peer, linger: float = 0.0) -> None:
-        lane, entry.lane = entry.lane, None
-        if lane is not None:
-            self._laned.pop(lane.fileno(), None)
-            self._wire.unwatch(lane)
-            lane.close(linger)
 
     def wait(self, timeout: float) -> None:
         with self._exclusive:
@@ -551,10 +431,7 @@ class ZmqCoordinatorChannels:
             if self._closed:
                 return
             self._closed = True
-            deadline = time.monotonic() + self._linger
-            for entry in tuple(self._laned.values()):
-                self._close_lane(entry, max(deadline - time.monotonic(), 0.0))
-            self._wire.close(max(deadline - time.monotonic(), 0.0))
+            self._wire.close(self._linger)
             if self._directory is not None:
                 self._directory.remove()
 
@@ -629,10 +506,6 @@ class ZmqCoordinatorChannels:
             if entry is not None and user_of(frames[-1]) != entry.peer.name:
                 # it holds a key, but another's: what the key proves counts, not what a stage calls itself
                 self._dropped["unknown", "unknown-peer"] += 1
-                return
-        if entry is None and (unmet := self._unmet.pop(routing_id, None)) is not None:
-            self._connect(unmet, int(frames[0].get(zmq.SRCFD)))
-            if [frame.bytes for frame in frames] == [_GREETING]:
                 return
         if entry is None:
             self._dropped["unknown", self._why_unknown(routing_id)] += 1
@@ -712,7 +585,6 @@ class ZmqCoordinatorChannels:
                     self._end(entry, self._cut())
 
     def _post(self, entry: _Peer, data: bytes) -> bool:
-        self._wire.touch()
         try:
             self._wire.socket.send_multipart((entry.routing_id, data), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -737,22 +609,15 @@ class ZmqCoordinatorChannels:
         # only after everything that had arrived was read
         ending, self._ending = self._ending, []
         for entry in ending:
-            if entry.lane is not None:
-                entry.lane.end_input()
-                self._read_lane(entry, events, sys.maxsize)
             self._lose(entry, entry.ending or "", events)
-        while self._ended_unread:
-            self._ended_unread.pop()
-            if self._unmet:
-                del self._unmet[next(iter(self._unmet))]
-            else:
-                self._dropped["unknown", "stranger"] += 1
+        if self._ended_unread:
+            self._dropped["unknown", "stranger"] += len(self._ended_unread)
+            self._ended_unread.clear()
 
     def _lose(self, entry: _Peer, reason: str, events: list[ChannelEvent]) -> None:
         if not entry.lost:
             entry.lost = True
             entry.backlog.clear()
-            self._close_lane(entry)
             events.append(ChannelLost(entry.peer, reason))
             if self._listen is not None:
                 self._departures.append(Departure(entry.peer, entry.left, reason))
@@ -762,8 +627,7 @@ class ZmqCoordinatorChannels:
 class ZmqStageChannel:
     """A stage's end; see :class:`~kvbaton.control.StageChannel`.
 
-    ``linger``: seconds that ``close`` gives what was sent to leave.  ``lane``: the end that it has inherited, the
-    channel's from now on.  ``keys``: for an address on another host; then
+    ``linger``: seconds that ``close`` gives what was sent to leave.  ``keys``: for an address on another host; then
     ``heartbeat`` is as the coordinator's, and the channel is open once the coordinator has admitted the stage, for
     which it has ``patience`` seconds.
 
@@ -779,7 +643,6 @@ class ZmqStageChannel:
         keys: ClientKeys | None = None,
         heartbeat: float = 10.0,
         patience: float = 10.0,
-        lane: End | None = None,
     ) -> None:
         self._ticket = ticket
         self._linger = linger
@@ -797,10 +660,7 @@ class ZmqStageChannel:
             _check_socket(Path(ticket.address.removeprefix("ipc://")))
         elif keys is None:
             raise ConfigurationError(f"{ticket.peer.name} has no keys for {ticket.address}; set control.keys")
-        self._lane = None if lane is None else Lane(lane, ticket.max_message * _HARD_LIMIT_FACTOR)
         with ExitStack() as undo:
-            if self._lane is not None:
-                undo.callback(self._lane.close)
             self._wire = _Wire(zmq.DEALER, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED, ticket.max_message)
             undo.callback(self._wire.close, 0.0)
             socket = self._wire.socket
@@ -814,8 +674,6 @@ class ZmqStageChannel:
             socket.send(_GREETING)
             if keys is not None:
                 self._await_admission(patience)
-            if self._lane is not None:
-                self._wire.watch(self._lane)
             undo.pop_all()
 
     def _await_admission(self, patience: float) -> None:
@@ -848,73 +706,39 @@ class ZmqStageChannel:
                 self._dropped[family_of(message), "gone-peer"] += 1
                 return
             data = pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message)
-            if not self._post(data):
+            try:
+                self._wire.socket.send(data, zmq.NOBLOCK)
+            except zmq.Again:
+                # the socket has no connection any more, and will have no other
                 self._dropped[family_of(message), "gone-peer"] += 1
-                self.sever(_CUT)
+                self.sever("the connection to the coordinator ended")
                 return
             self._seq += 1
             self._sent += 1
-
-    def _post(self, data: bytes) -> bool:
-        """False where the connection has ended."""
-        if self._lane is not None:
-            sent = self._lane.send(data)
-            if self._lane.unsent:
-                self._wire.watch(self._lane)
-            return sent
-        self._wire.touch()
-        try:
-            self._wire.socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            return False  # the socket has no connection any more, and will have no other
-        return True
 
     def receive(self) -> list[Message]:
         messages: list[Message] = []
         with self._exclusive:
             if self._closed:
                 return messages
-            sockets, lanes = self._wire.look()
-            ended = sockets and self._read_socket(messages)
-            if self._lane is not None and (ended or lanes is None or self._lane.fileno() in lanes):
-                self._read_lane(self._lane, messages)
+            if self._wire.connection_events():
+                self.sever("the connection to the coordinator ended")
+            socket = self._wire.socket
+            while len(messages) < _FRAMES_PER_PASS and _readable(socket):
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) != 1:
+                    self._dropped["unknown", "malformed"] += 1
+                    continue
+                if frames[0].startswith(_EXPELLED):
+                    self.sever(frames[0][len(_EXPELLED) :].decode(errors="replace"))
+                    continue
+                found, gap = unpack(frames[0], self._sequence, self._ticket.max_message, self._dropped)
+                if found is not None:
+                    self._received += 1
+                    messages.append(found.body)
+                elif gap is not None:
+                    self.sever(gap)
         return messages
-
-    def _read_lane(self, lane: Lane, messages: list[Message]) -> None:
-        if lane.unsent:
-            if not lane.flush():
-                self.sever(_CUT)
-            self._wire.watch(lane)
-        while len(messages) < _FRAMES_PER_PASS and (frames := lane.receive()):
-            for data in frames:
-                self._take(data, messages)
-        if lane.ended:
-            self.sever(_CUT)
-            self._wire.unwatch(lane)
-
-    def _read_socket(self, messages: list[Message]) -> bool:
-        """Whether the connection has ended."""
-        ended = bool(self._wire.connection_events())
-        if ended:
-            self.sever(_CUT)
-        socket = self._wire.socket
-        while len(messages) < _FRAMES_PER_PASS and _readable(socket):
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) != 1:
-                self._dropped["unknown", "malformed"] += 1
-            elif frames[0].startswith(_EXPELLED):
-                self.sever(frames[0][len(_EXPELLED) :].decode(errors="replace"))
-            else:
-                self._take(frames[0], messages)
-        return ended
-
-    def _take(self, data: bytes, messages: list[Message]) -> None:
-        found, gap = unpack(data, self._sequence, self._ticket.max_message, self._dropped)
-        if found is not None:
-            self._received += 1
-            messages.append(found.body)
-        elif gap is not None:
-            self.sever(gap)
 
     def wait(self, timeout: float) -> None:
         with self._exclusive:
@@ -949,12 +773,7 @@ class ZmqStageChannel:
             if self._closed:
                 return
             self._closed = True
-            linger = self._linger if self._lost is None or self._said_last_word else 0.0
-            deadline = time.monotonic() + linger
-            if self._lane is not None:
-                self._wire.unwatch(self._lane)
-                self._lane.close(linger)
-            self._wire.close(max(deadline - time.monotonic(), 0.0))
+            self._wire.close(self._linger if self._lost is None or self._said_last_word else 0.0)
 
 
 def _routing_id(peer: PeerId, secret: str) -> bytes:

@@ -228,13 +228,11 @@ class ProcessLauncher:
             output_read, output_write = os.pipe()
             parent.callback(os.close, output_read)
             child.callback(os.close, output_write)
-            lane = child.enter_context(self._channels.lane(peer))
             order = Order(
                 spec=spec,
                 ticket=self._channels.ticket(peer),
                 coordinator_pid=os.getpid(),
                 output=output_read,
-                lane=lane.fileno(),
                 path=[str(entry) or str(Path.cwd()) for entry in sys.path],
                 orphan_grace=self._orphan_grace,
                 log_level=self._log_level,
@@ -257,7 +255,7 @@ class ProcessLauncher:
                 stdin=order_read,
                 stdout=output_write,
                 stderr=output_write,
-                pass_fds=(output_read, lane.fileno()),  # for the first see the lifeline
+                pass_fds=(output_read,),  # see the lifeline
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
             )

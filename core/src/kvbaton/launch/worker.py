@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -36,7 +35,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher tells a stage's process.
 
     ``output``: the descriptor of the reading end of what the stage prints into.
-    ``lane``: the descriptor of its end of the lane that its envelopes take.
     ``path``: the launcher's module search path, so that the entry is found where the application would find it.
     ``log_level``: from which level on it logs.
     ``orphan_grace``: seconds after which a stage without a coordinator is ended if it has not ended by itself.
@@ -46,7 +44,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     ticket: Ticket
     coordinator_pid: int
     output: int
-    lane: int
     path: list[str]
     orphan_grace: float
     log_level: int = logging.WARNING
@@ -71,9 +68,7 @@ def main() -> int:
     with contextlib.suppress(OSError):  # what ps and top call this process; the kernel keeps 15 bytes of it
         Path("/proc/self/comm").write_text(f"kvb:{order.spec.name}"[:15])
 
-    for inherited in (order.output, order.lane):
-        os.set_inheritable(inherited, False)
-    lane = socket.socket(fileno=order.lane)
+    os.set_inheritable(order.output, False)
 
     def severed() -> None:
         # C6.6: the stage ends itself; should it hang from now on, even in native code that never lets Python run, this
@@ -83,7 +78,7 @@ def main() -> int:
     lifeline = ProcessLifeline(pipe, order.output, order.coordinator_pid, severed)
     try:
         entry = resolve(order.spec.entry)
-        channel = ZmqStageChannel(order.ticket, lane=lane)
+        channel = ZmqStageChannel(order.ticket)
         lifeline.watch(lambda: channel.sever(lifeline.cut or ""))
         try:
             return entry(order.spec, channel, lifeline)
