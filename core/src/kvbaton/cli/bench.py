@@ -152,11 +152,9 @@ def show(measured: Measured, console: Console | None = None) -> None:
     )
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ""
     console.print(
-        escape(
-            f"{measured.transport}, {measured.memory} memory; {machine['cpu']}, {machine['cores']} cores{gpus}; load"
-            f" {measured.load[0]:g} to {measured.load[1]:g}"
-        )
+        escape(f"{measured.transport}, {measured.memory} memory; load {measured.load[0]:g} to {measured.load[1]:g}")
     )
+    console.print(escape(f"{machine['cpu']}, {machine['cores']} cores{gpus}"))
     if measured.moved is not None:
         console.print()
         console.print(_transport_table(measured.moved, measured.memory))
