@@ -72,12 +72,13 @@ def test_a_network_card_between_two_processes_of_one_host():
     assert "goes by a network card" in advice.text
 
 
-@pytest.mark.parametrize(("options", "standing", "status"), [({}, "fit", 0), ({"ucx": {"TLS": "tcp"}}, "degraded", 1)],
-                         ids=["as it is", "tcp"])  # fmt: skip
-def test_on_this_machine(options, standing, status):
+def test_on_this_machine_where_only_tcp_is_allowed():
+    options = {"ucx": {"TLS": "tcp"}}
     settings, _ = load(overrides={"model": "x", "transport.name": "nixl", "transport.options": options})
     report = examine(settings, attempt=partial(attempt, sizes=(4096, 1 << 20)))
-    assert (report.chosen.standing, report.exit_status) == (standing, status), report.chosen.text
+    assert (report.chosen.standing, report.exit_status) == ("degraded", 1)
+    assert "host memory falls to TCP" in report.chosen.text
+    assert 'options.ucx, "TLS" is tcp and leaves it out' in report.chosen.text
     (found,) = report.transports
     assert found.trial.lanes
-    assert ("falls to TCP" in report.chosen.text) is (standing == "degraded")
+    assert (found.trial.failure, found.trial.closing) == (None, ())

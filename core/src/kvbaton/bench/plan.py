@@ -106,8 +106,8 @@ class _Space:
             on: dict[int, int] = {}
             for device in (self.devices[0], self.devices[-1]):
                 on[device] = on.get(device, 0) + each
-            if shared:  # a copy within the device
-                on[self.devices[0]] += shared
+            if shared:  # a copy to the target's device
+                on[self.devices[-1]] += shared
             return room.Need(what, host=room.PROCESSES, devices=on)
         # what lies in /dev/shm is memory, too
         return room.Need(what, host=2 * each + shared + room.PROCESSES, shm=2 * each if self.allocated else 0)

@@ -259,10 +259,7 @@ class End:
         return Times(tuple(done), tuple(received), 1)
 
     def _copy_on_device(self, reads: Segments, writes: Segments, order: Copy) -> Times:
-        from kvbaton.pair.cuda import require
-
-        other = 1 if self.memory.device == 0 and require().count() > 1 else 0
-        places = self.memory.elsewhere(other)
+        places = self.memory.elsewhere(order.device)
         spent = []
         for _ in range(order.repeats):
             start = time.monotonic()

@@ -55,7 +55,9 @@ class Memory:
 
     def __init__(self, guard: GuardedConnector, kind: MemoryKind, device: int, lengths: Sequence[int]) -> None:
         self.kind, self.device = kind, device
-        self._ours: list[int] = []
+        #: Device and address of what was allocated here.
+        self._ours: list[tuple[int, int]] = []
+        self._elsewhere: dict[int, list[int]] = {}
         own = guard.capabilities.memory_origin == "any"
         self.regions = [
             self._allocated(id, nbytes) if own else guard.allocate(id, kind, device, nbytes)
@@ -109,13 +111,15 @@ class Memory:
         return image
 
     def elsewhere(self, device: int) -> list[int]:
-        """Where memory as large as each of ours is on a device, for :meth:`copy`."""
-        driver = cuda.require()
-        driver.enter(device)
-        places = [driver.allocate(region.length) for region in self.regions]
-        driver.enter(self.device)
-        self._ours += places
-        return places
+        """Where memory as large as each of ours is on a device, for :meth:`copy`; the same whenever it is asked for."""
+        if device not in self._elsewhere:
+            driver = cuda.require()
+            driver.enter(device)
+            places = [driver.allocate(region.length) for region in self.regions]
+            driver.enter(self.device)
+            self._ours += [(device, address) for address in places]
+            self._elsewhere[device] = places
+        return self._elsewhere[device]
 
     def copy(self, reads: Segments, writes: Segments, places: Sequence[int]) -> None:
         """Copy from our regions of a device to ``places``; it is over when this returns."""
@@ -128,7 +132,9 @@ class Memory:
     def free(self) -> None:
         """Give device memory back."""
         while self._ours:
-            cuda.require().free(self._ours.pop())
+            device, address = self._ours.pop()
+            cuda.require().enter(device)
+            cuda.require().free(address)
 
     def _allocated(self, id: int, nbytes: int) -> MemoryRegion:
         if self.kind == "host":
@@ -136,7 +142,7 @@ class Memory:
         driver = cuda.require()
         driver.enter(self.device)
         address = driver.allocate(nbytes)
-        self._ours.append(address)
+        self._ours.append((self.device, address))
         return MemoryRegion(id, self.kind, self.device, address, nbytes, self)
 
     def _poison(self, region: MemoryRegion) -> None:

@@ -127,10 +127,10 @@ class Way:
     def copy(self, reads: Segments, writes: Segments, *, repeats: int = 1, bound: float = 30.0) -> Moved:
         """What the hardware can: the same bytes copied by one thread of the source into memory that both see.
 
-        Between device memories it is the device's own copy, within the source's process.
+        Between device memories it is the source device's own copy to the target's, within the source's process.
         """
         here, there = reads.to_bytes(), writes.to_bytes()
-        copy = Copy(here, there, repeats, bound)
+        copy = Copy(here, there, repeats, bound, self._pair.devices[self._pair._processes.index(self._target)])
         if self._pair.memory == "cuda":
             times = self._pair._ask(self._source, copy, bound + GRACE, Times)
         else:
@@ -189,12 +189,13 @@ class Pair:
 
     def __init__(
         self, processes: tuple[EndProcess, EndProcess], opened: Opened, regions: Sequence[int], memory: MemoryKind,
-        bounds: Bounds,
+        devices: tuple[int, int], bounds: Bounds,
     ) -> None:  # fmt: skip
         self._processes = processes
         self._regions = dict(enumerate(regions))
         self._broken = False
         self.memory = memory
+        self.devices = devices
         self.bounds = bounds
         #: What the transport declares, opened so.
         self.capabilities: Capabilities = opened.capabilities
@@ -323,7 +324,7 @@ def open_pair(
             process.tell(connect)
         for process, connect, other in ((first, connects[0], second), (second, connects[1], first)):
             process.hear(connect, bounds.connect + GRACE, other)
-        pair = Pair((first, second), opened[0], regions, memory, bounds)
+        pair = Pair((first, second), opened[0], regions, memory, devices, bounds)
         yield pair
         for said in pair.close():
             if problems is not None:

@@ -73,12 +73,13 @@ class Check(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copy(msgspec.Struct, frozen=True, tag=True):
-    """At the source: copy the segments ``repeats`` times into shared memory, or within the device."""
+    """At the source: copy the segments ``repeats`` times into shared memory, or from its device to ``device``."""
 
     reads: bytes
     writes: bytes
     repeats: int
     bound: float
+    device: int = 0
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):

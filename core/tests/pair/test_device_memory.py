@@ -1,0 +1,175 @@
+"""Device memory of an end, through a made-up driver whose devices are arrays of the host."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from kvbaton.connector import Capabilities, MemoryRegion
+from kvbaton.errors import TransportError
+from kvbaton.pair import cuda
+from kvbaton.pair.memory import POISON, Memory, Pattern
+from kvbaton.segments import Segments
+
+
+class Devices:
+    """See :class:`kvbaton.pair.cuda.Cuda`; remembers which device each array belongs to."""
+
+    def __init__(self):
+        self.current = None
+        self.arrays = {}
+        self.settled = True
+
+    def count(self):
+        return 2
+
+    def enter(self, device):
+        self.current = device
+
+    def allocate(self, nbytes):
+        array = np.full(nbytes, 7, np.uint8)
+        self.arrays[array.ctypes.data] = (self.current, array)
+        return array.ctypes.data
+
+    def free(self, address):
+        device, _ = self.arrays.pop(address)
+        assert device == self.current, "freed in another context than it was allocated in"
+
+    def fill(self, address, value, nbytes):
+        ctypes.memset(address, value, nbytes)
+
+    def write(self, address, source, nbytes):
+        ctypes.memmove(address, source, nbytes)
+
+    def read(self, target, address, nbytes):
+        assert self.settled
+        ctypes.memmove(target, address, nbytes)
+
+    def copy(self, target, source, nbytes):
+        self.settled = False
+        ctypes.memmove(target, source, nbytes)
+
+    def settle(self):
+        self.settled = True
+
+
+class Guard:
+    capabilities = Capabilities(memory_kinds=frozenset({"cuda"}))
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    made = Devices()
+    monkeypatch.setattr(cuda, "load", lambda: made)
+    return made
+
+
+READS = Segments.of([(0, 0, 5), (1, 100, 400)])
+WRITES = Segments.of([(1, 3, 5), (0, 50, 400)])
+
+
+def moved(source, target):
+    """What a transport would do."""
+    for (a, offset, length), (b, at, _) in zip(READS.triples(), WRITES.triples(), strict=True):
+        ctypes.memmove(target.regions[b].address + at, source.regions[a].address + offset, length)
+
+
+def test_every_byte_of_a_device_is_filled_compared_and_given_back(devices):
+    source, target = Memory(Guard, "cuda", 0, (1000, 2000)), Memory(Guard, "cuda", 1, (1000, 2000))
+    assert [region.kind for region in source.regions] == ["cuda", "cuda"]
+    source.fill(1)
+    assert (source.image(source.regions[1]) == Pattern(1).of(1, 0, 2000)).all()
+    target.fill(0)
+    moved(source, target)
+    found = target.check(READS, WRITES, 1)
+    assert (found.wrong, found.outside) == (0, 0)
+    assert all((target.image(region) == POISON).all() for region in target.regions)
+    moved(source, target)
+    ctypes.memset(target.regions[0].address + 60, POISON, 1)
+    ctypes.memset(target.regions[1].address + 0, 1, 2)
+    found = target.check(READS, WRITES, 1)
+    assert (found.wrong, found.outside) == (1, 2)
+    for memory in (source, target):
+        memory.free()
+    assert devices.arrays == {}
+
+
+def test_copying_to_another_device_allocates_there_once(devices):
+    memory = Memory(Guard, "cuda", 0, (1000, 2000))
+    memory.fill(1)
+    places = memory.elsewhere(1)
+    assert memory.elsewhere(1) == places
+    assert [devices.arrays[place][0] for place in places] == [1, 1]
+    assert devices.current == 0
+    memory.copy(READS, WRITES, places)
+    assert devices.settled
+    copied = np.empty(400, np.uint8)
+    devices.read(copied.ctypes.data, places[0] + 50, 400)
+    assert (copied == Pattern(1).of(1, 100, 400)).all()
+    memory.free()
+    assert devices.arrays == {}
+
+
+def test_memory_that_the_transport_allocates_is_left_to_it(devices):
+    array = np.zeros(1000, np.uint8)
+
+    class Allocating:
+        capabilities = Capabilities(memory_origin="allocated")
+
+        @staticmethod
+        def allocate(id, kind, device, nbytes):
+            return MemoryRegion(id, kind, device, array.ctypes.data, nbytes, array)
+
+    memory = Memory(Allocating, "cuda", 0, (1000,))
+    memory.fill(0)
+    assert (array == POISON).all()
+    memory.free()
+    assert devices.arrays == {}
+
+
+def test_without_a_driver_it_is_said(monkeypatch):
+    monkeypatch.setattr(cuda, "load", lambda: None)
+    with pytest.raises(TransportError, match="no CUDA driver"):
+        Memory(Guard, "cuda", 0, (1000,))
+
+
+class Library:
+    """``libcuda.so.1``: notes its calls."""
+
+    def __init__(self, status=0):
+        self.status, self.calls = status, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, [getattr(getattr(one, "_obj", one), "value", one) for one in arguments]))
+            if name == "cuGetErrorName":
+                arguments[1]._obj.value = b"CUDA_ERROR_OUT_OF_MEMORY"
+                return 0
+            if name == "cuMemAlloc_v2":
+                arguments[0]._obj.value = 0x7000
+            return self.status
+
+        return call
+
+
+def test_the_drivers_calls():
+    library = Library()
+    driver = cuda.Driver(library)
+    driver.enter(1)
+    assert driver.allocate(4096) == 0x7000
+    driver.write(0x7000, 0x10, 8)
+    driver.read(0x10, 0x7000, 8)
+    driver.fill(0x7000, POISON, 4096)
+    driver.copy(0x8000, 0x7000, 16)
+    driver.free(0x7000)
+    assert [name for name, _ in library.calls] == [
+        "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuMemAlloc_v2", "cuMemcpyHtoD_v2",
+        "cuCtxSynchronize", "cuMemcpyDtoH_v2", "cuMemsetD8_v2", "cuCtxSynchronize", "cuMemcpyAsync", "cuMemFree_v2",
+    ]  # fmt: skip
+    assert dict(library.calls)["cuMemcpyAsync"] == [0x8000, 0x7000, 16, None]
+    assert dict(library.calls)["cuMemsetD8_v2"] == [0x7000, POISON, 4096]
+
+
+def test_what_the_driver_refuses_is_named():
+    with pytest.raises(TransportError, match=r"cuMemAlloc_v2 failed with CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+        cuda.Driver(Library(2)).allocate(1 << 50)
