@@ -2,12 +2,14 @@
 
 from functools import partial
 
+import msgspec
 import pytest
 from datagram_transport import Plugin
 
 from kvbaton.connector import Advice, Lane
 from kvbaton.doctor import examination
 from kvbaton.doctor.examination import examine
+from kvbaton.doctor.gpus import Gpu
 from kvbaton.doctor.machine import read_machine
 from kvbaton.doctor.trial import Measured, Trial, attempt
 from kvbaton.doctor.verdict import judge
@@ -106,6 +108,32 @@ def test_memory_that_there_is_not_is_unusable():
     settings, _ = load(overrides={"model": "x", "transport.name": DATAGRAMS})
     report = examine(settings, memory="cuda", machine=MACHINE, attempt=unwanted)
     assert (report.chosen.memory, report.exit_status) == ("cuda", 2)
+
+
+def test_device_memory_is_tried_on_two_devices_where_there_are_two():
+    gpus = tuple(Gpu(n, "H200", 1 << 37, 1 << 36, f"GPU-{n}", "default", False) for n in range(2))
+    machine = msgspec.structs.replace(MACHINE, gpus=gpus, gpu_peers=((0, 1, "none"),))
+    settings, _ = load(overrides={"model": "x", "transport.name": "made_up_devices:plugin"})
+    report = examine(settings, memory="cuda", machine=machine, attempt=partial(QUICK, sizes=(4096,)))
+    assert (report.chosen.memory, report.chosen.reach) == ("cuda", "cross_process")
+    assert only(report).trial.devices == (0, 1)
+    assert len(only(report).trial.measured) == 2
+    assert only(report).trial.failure is None
+
+
+def test_devices_are_those_of_the_stages():
+    devices = []
+
+    def attempted(name, plugin, options, memory, devices_, **how):
+        devices.append((memory, devices_))
+        return measured(9e9)
+
+    settings, _ = load(
+        overrides={"model": "x", "transport.name": "made_up_devices:plugin", "stages.devices": (3, 2, 1),
+                   "stages.prefill": 2}
+    )  # fmt: skip
+    examine(settings, machine=MACHINE, attempt=attempted)
+    assert devices == [("cuda", (3, 1))]
 
 
 def test_what_is_not_configured_does_not_change_the_status(monkeypatch):

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvbaton.control import private_directory
+from kvbaton.cli import conformance
+from kvbaton.control import curve, private_directory
 from kvbaton.doctor import leftovers
 from kvbaton.doctor.leftovers import Leftover, Places, clean
 
@@ -209,3 +211,27 @@ def test_a_directory_that_was_just_made_is_kept_and_one_whose_maker_was_killed_i
         process.wait()
     assert fates(places) == {theirs.name: "removed", ours.path.name: "kept"}
     ours.remove()
+
+
+def test_keys_that_are_being_made_are_kept(places, tmp_path):
+    """As the code makes them; those of a killed process are as any directory of that kind."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    making = Places(shared_memory=places.shared_memory, keys=(keys,))
+    with curve._private(keys) as private:
+        assert fates(making) == {Path(private).name: "kept"}
+    assert fates(making) == {}
+
+
+def test_a_kits_run_has_a_folder_that_is_known_for_its_own(places, monkeypatch):
+    made = []
+    monkeypatch.setattr(conformance, "_look", lambda order: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(places.folders[0]))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(conformance, "command", lambda order, report: [sys.executable, "-c", ""])
+    monkeypatch.setattr(conformance, "_wait", lambda process: (made.append(fates(places)), process.wait())[1])
+    conformance.judge(conformance.Order("x"))
+    ((name, fate),) = made[0].items()
+    assert name.startswith(f"kvbaton-{os.getpid()}-")
+    assert fate == "kept"
+    assert fates(places) == {}

@@ -4,53 +4,13 @@ import ctypes
 
 import numpy as np
 import pytest
+from made_up_devices import Devices
 
 from kvbaton.connector import Capabilities, MemoryRegion
 from kvbaton.errors import TransportError
-from kvbaton.pair import cuda
+from kvbaton.pair import Bounds, PairFailed, cuda, open_pair
 from kvbaton.pair.memory import POISON, Memory, Pattern
 from kvbaton.segments import Segments
-
-
-class Devices:
-    """See :class:`kvbaton.pair.cuda.Cuda`; remembers which device each array belongs to."""
-
-    def __init__(self):
-        self.current = None
-        self.arrays = {}
-        self.settled = True
-
-    def count(self):
-        return 2
-
-    def enter(self, device):
-        self.current = device
-
-    def allocate(self, nbytes):
-        array = np.full(nbytes, 7, np.uint8)
-        self.arrays[array.ctypes.data] = (self.current, array)
-        return array.ctypes.data
-
-    def free(self, address):
-        device, _ = self.arrays.pop(address)
-        assert device == self.current, "freed in another context than it was allocated in"
-
-    def fill(self, address, value, nbytes):
-        ctypes.memset(address, value, nbytes)
-
-    def write(self, address, source, nbytes):
-        ctypes.memmove(address, source, nbytes)
-
-    def read(self, target, address, nbytes):
-        assert self.settled
-        ctypes.memmove(target, address, nbytes)
-
-    def copy(self, target, source, nbytes):
-        self.settled = False
-        ctypes.memmove(target, source, nbytes)
-
-    def settle(self):
-        self.settled = True
 
 
 class Guard:
@@ -131,6 +91,23 @@ def test_without_a_driver_it_is_said(monkeypatch):
     monkeypatch.setattr(cuda, "load", lambda: None)
     with pytest.raises(TransportError, match="no CUDA driver"):
         Memory(Guard, "cuda", 0, (1000,))
+
+
+def test_a_pair_between_two_devices(tmp_path):
+    problems = []
+    bounds = Bounds(30.0, 5.0, 30.0, 3.0)
+    with open_pair(
+        "made_up_devices:plugin", regions=(1000, 2000), memory="cuda", devices=(0, 1), bounds=bounds,
+        problems=problems.append,
+    ) as pair:  # fmt: skip
+        for way in (pair.forward, pair.back):
+            way.prepare()
+            way.move(READS, WRITES)
+            way.check(READS, WRITES)
+            assert len(way.copy(READS, WRITES, repeats=3).received) == 3
+        with pytest.raises(PairFailed, match="405 of 405 bytes are wrong"):
+            pair.back.check(READS, WRITES)
+    assert problems == []
 
 
 class Library:
