@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbaton.hooks import Hooks, StageLoad
 from kvbaton.identity import PeerId
 from kvbaton.records import RequestRecord
-from kvbaton.routing import PATIENCE, PrefixAware, policy
+from kvbaton.routing import PATIENCE, TOKENS_PER_CALL, PrefixAware, policy
 from kvbaton.settings import RoutingSettings
 
 BLOCK = 4
@@ -255,6 +255,52 @@ def test_what_is_remembered_is_bounded_and_the_beginning_stays_longest() -> None
     before = it.policy.statistics()["decode_tokens_expected"]
     it.choose("c", PROMPT)
     assert it.policy.statistics()["decode_tokens_expected"] - before == 8
+
+
+class Sliced(tuple):
+    """A prompt that takes note of how much of it is read at a time."""
+
+    largest = 0
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            Sliced.largest = max(Sliced.largest, len(range(*index.indices(len(self)))))
+        return super().__getitem__(index)
+
+
+def test_a_long_prompt_is_learned_in_slices_and_none_of_the_calls_reads_it_whole() -> None:
+    prompt = Sliced(range(5 * TOKENS_PER_CALL))
+    it = Deployment(entries=100_000)
+    Sliced.largest = 0
+    p, d = it.choose("a", prompt)
+    held = []
+    for stage, milestone in (
+        (p, "placed"), (d, "reserved"), (p, "committed"), (d, "received"), (d, "imported"), (d, "activated"),
+    ):  # fmt: skip
+        it.reached("a", stage, milestone)
+        held.append(it.policy.statistics()["entries"])
+    assert 0 < Sliced.largest <= TOKENS_PER_CALL
+    assert held[1] == 0 < held[2] < held[3] < held[5]  # P holds it from the commit on, and its end is learned later
+    marks = 64 + (len(prompt) // BLOCK - 64) // 16
+    assert held[5] == 2 * marks
+    it.finish("a", prompt)
+    it.loads = dict.fromkeys((p, d), 0.2)
+    assert it.choose("b", Sliced(prompt)) == (p, d)
+    # the end counts, too: a stage that turned out to hold less of it is not believed to hold more
+    for _ in range(4):
+        it.reached("b", d, "placed")
+    it.reached("b", d, "reserved", prefix=100 * BLOCK)
+    assert len(it.policy._stages[d, 1]) == 64 + (100 - 64) // 16
+
+
+@pytest.mark.parametrize(("shared", "believed"), [(3, 3), (64, 64), (79, 64), (80, 80), (100, 96)])
+def test_far_into_a_prompt_every_sixteenth_block_counts(shared: int, believed: int) -> None:
+    it = Deployment()
+    first = tuple(range(128 * BLOCK))
+    it.serve("a", first)
+    before = it.policy.statistics()["decode_tokens_expected"]
+    it.choose("b", (*first[: shared * BLOCK], *range(1000, 1000 + 20 * BLOCK)))
+    assert it.policy.statistics()["decode_tokens_expected"] - before == believed * BLOCK
 
 
 def test_requests_it_was_not_asked_about_leave_nothing() -> None:

@@ -6,16 +6,21 @@ observer like any other and uses nothing that a third party's could not.
 
 What a stage holds is only guessed here, from what it was seen to do.  A wrong guess costs time and bytes, never
 correctness: the stages alone decide what they reuse (C3.3).
+
+It runs on the coordinator's thread, where a prompt of 131,072 tokens must not hold up everybody else's requests: a
+beginning is named at *marks*, at each of its first 64 blocks and at every 16th from there on, and no call names more
+than a slice of the prompt.  What a stage holds of a long prompt is so learned over the milestones that follow.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
-from kvbaton.cache.prefix import PrefixNames
 from kvbaton.handoff.table import Milestones
 from kvbaton.hooks import StageLoad, hookimpl
 from kvbaton.settings import RoutingSettings
@@ -26,6 +31,13 @@ if TYPE_CHECKING:
 
 #: After so many disappointments in a row a stage is believed to hold nothing, until it is seen to hold something.
 PATIENCE: Final = 8
+#: So many first blocks of a prompt are a mark each; from there on every ``_STRIDE``-th is.
+_FINE: Final = 64
+_STRIDE: Final = 16
+#: Tokens that one call names: about a millisecond.
+TOKENS_PER_CALL: Final = 32768
+#: Long enough that two contents never meet by chance, nor by intent.
+_DIGEST_BYTES: Final = 32
 #: Loads are sums of fractions: what differs by less is equal.
 _EQUAL: Final = 1e-9
 
@@ -44,10 +56,11 @@ class PrefixAware:
     there is; so one hot prefix fills no stage while another has room.  Of pairs that hold equally much the least loaded
     is taken, the first of equals: where nothing is shared this is the least loaded policy.
 
-    ``entries``: blocks of prompt remembered for each stage, under its name and epoch; the longest unused go first, and
-    of one prompt its end.  A stage that is lost is forgotten.  It learns from the requests that it was asked about: P
-    holds a prompt once it has committed it, D once it has activated it, which is after the import; how much they had
-    held before (``prefix_prefill`` and ``prefix_decode`` of a record) corrects what was believed.
+    ``entries``: marks of prompts remembered for each stage (a block, or 16 of a long prompt's), under its name and
+    epoch; the longest unused go first, and of one prompt its end.  A stage that is lost is forgotten.  It learns from
+    the requests that it was asked about: P holds a prompt once it has committed it, D once it has activated it, which is
+    after the import; how much they had held before (``prefix_prefill`` and ``prefix_decode`` of a record) corrects what
+    was believed.
 
     Deterministic: equal calls, equal answers.  Threading: one thread, the coordinator's.  Memory: bounded by
     ``entries`` per stage and by the live requests.
@@ -80,7 +93,8 @@ class PrefixAware:
         size = decode[0].block_tokens
         asked = self._asked.get(request)
         if asked is None or asked.prompt is not prompt:
-            asked = self._asked[request] = _Asked(prompt, size, PrefixNames(b"", size))
+            asked = self._asked[request] = _Asked(prompt, size)
+        asked.advance(prompt)
         stages = {stage.name: stage for stage in (*prefill, *decode)}
         held = {stage.name: self._seen(stage).believed(asked) for stage in stages.values()}
         loads = {(p, d): stages[p].load + stages[d].load for p, d in pairs}
@@ -99,8 +113,11 @@ class PrefixAware:
         self, transfer: TransferId, request: RequestKey, peer: PeerId | None, milestone: str, prefix: int
     ) -> None:
         asked = self._asked.get(request)
+        if asked is None:
+            return
+        asked.advance(asked.prompt)
         seen = self._stages.get((peer.name, peer.epoch)) if peer else None
-        if asked is None or seen is None or peer is None:
+        if seen is None or peer is None:
             return
         if milestone == Milestones.RESERVED:
             self._counts["decode_tokens_found"] += prefix
@@ -108,9 +125,9 @@ class PrefixAware:
         elif milestone == Milestones.COMMITTED:
             self._counts["prefill_tokens_found"] += prefix
             seen.correct(asked, asked.expected.get((peer.name, peer.epoch), 0), prefix // asked.block_tokens)
-            seen.learn(asked.all_names())
+            asked.teach(seen)
         elif milestone == Milestones.ACTIVATED:
-            seen.learn(asked.all_names())
+            asked.teach(seen)
             asked.decodes_on = (peer.name, peer.epoch)
 
     @hookimpl
@@ -121,8 +138,8 @@ class PrefixAware:
         seen = self._stages.get(asked.decodes_on)
         if seen is not None:
             # what was generated is a beginning, too, of what a conversation goes on with; the last token has no KV
-            said = (*asked.prompt[: record.prompt_tokens], *record.token_ids[:-1])
-            seen.learn(asked.extended(said))
+            asked.advance((*asked.prompt[: record.prompt_tokens], *record.token_ids[:-1]))
+            seen.learn(asked.names)
 
     @hookimpl
     def kvbaton_peer_lost(self, peer: PeerId) -> None:
@@ -141,36 +158,52 @@ class PrefixAware:
         return self._stages[key]
 
 
+def _covered(marks: int) -> int:
+    """Blocks up to a prompt's mark with this number, from 1; 0: none."""
+    return marks if marks <= _FINE else _FINE + (marks - _FINE) * _STRIDE
+
+
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A live request: its prompt, the names of its blocks as far as they were asked for, and what was expected."""
+    """A live request: its prompt, the names of its marks as far as they are known, and what was expected."""
 
     prompt: Sequence[int]
     block_tokens: int
-    _namer: PrefixNames
-    _names: list[bytes] = field(default_factory=list)
+    #: A name says all tokens up to its mark: it is a hash of the name before and of the tokens since.
+    names: list[bytes] = field(default_factory=list)
     #: Blocks that the chosen stages were expected to hold.
     expected: Mapping[tuple[str, int], int] = field(default_factory=dict)
     decodes_on: tuple[str, int] | None = None
+    #: Hold the whole prompt, and learn what of it is named from now on.
+    _learners: list[_Seen] = field(default_factory=list)
 
-    def name(self, block: int) -> bytes | None:
-        """Of the prompt's whole block with this number, from 0; None: it has none."""
-        if (block + 1) * self.block_tokens > len(self.prompt):
-            return None
-        self._namer.extend(self._names, self.prompt, block + 1)
-        return self._names[block]
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Name further marks of ``tokens``, which begin as they have been so far: a bounded part of them."""
+        size, count = self.block_tokens, len(self.names)
+        first = _covered(count)
+        past = min(len(tokens) // size, max(first + TOKENS_PER_CALL // size, _covered(count + 1)))
+        if past < _covered(count + 1):
+            return
+        data = memoryview(array("q", tokens[first * size : past * size])).cast("B")
+        block_bytes = size * 8
+        begin = first
+        while (end := _covered(len(self.names) + 1)) <= past:
+            name = blake2b(self.names[-1] if self.names else b"", digest_size=_DIGEST_BYTES)
+            name.update(data[(begin - first) * block_bytes : (end - first) * block_bytes])
+            self.names.append(name.digest())
+            begin = end
+        for seen in self._learners:
+            seen.learn(self.names)
 
-    def all_names(self) -> list[bytes]:
-        return self.extended(self.prompt)
-
-    def extended(self, tokens: Sequence[int]) -> list[bytes]:
-        """The names of all whole blocks of ``tokens``, which begin with the prompt."""
-        self._namer.extend(self._names, tokens, len(tokens) // self.block_tokens)
-        return self._names
+    def teach(self, seen: _Seen) -> None:
+        """``seen`` holds the whole prompt."""
+        seen.learn(self.names)
+        if seen not in self._learners:
+            self._learners.append(seen)
 
 
 class _Seen:
-    """What one life of one stage is believed to hold: names of blocks, the longest unused first."""
+    """What one life of one stage is believed to hold: names of marks, the longest unused first."""
 
     __slots__ = ("_disappointed", "_entries", "_names")
 
@@ -184,7 +217,7 @@ class _Seen:
 
     def believed(self, asked: _Asked) -> int:
         """Leading blocks of the prompt."""
-        return 0 if self._disappointed >= PATIENCE else self._known(asked)
+        return 0 if self._disappointed >= PATIENCE else _covered(self._known(asked))
 
     def learn(self, names: Sequence[bytes]) -> None:
         for name in reversed(names[: self._entries]):  # the beginning is the last to go: the rest is nothing without it
@@ -200,16 +233,16 @@ class _Seen:
         elif expected:
             self._disappointed += 1
         known = self._known(asked)
-        # by whatever it says, the work is bounded by the prompt (C9.3)
-        found = min(max(found, 0), len(asked.prompt) // asked.block_tokens)
-        for block in range(found, known):
-            name = asked.name(block)
-            if name is not None:
-                del self._names[name]
-        self.learn([name for block in range(found) if (name := asked.name(block)) is not None])
+        held = 0
+        while held < len(asked.names) and _covered(held + 1) <= found:
+            held += 1
+        for name in asked.names[held:known]:
+            del self._names[name]
+        self.learn(asked.names[:held])
 
     def _known(self, asked: _Asked) -> int:
-        block = 0
-        while (name := asked.name(block)) is not None and name in self._names:
-            block += 1
-        return block
+        """Leading marks of the prompt."""
+        for count, name in enumerate(asked.names):
+            if name not in self._names:
+                return count
+        return len(asked.names)

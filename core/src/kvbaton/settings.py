@@ -208,7 +208,8 @@ class RoutingSettings(_Group):
     """`prefix-aware`: by how much the load of the chosen pair may exceed the least there is, as the share of a stage's
     capacity, prefill and decode stage added up; 0: only equals are told apart."""
     entries: Count = 65536
-    """`prefix-aware`: blocks of prompts remembered for each stage, the longest unused being forgotten first."""
+    """`prefix-aware`: marks of prompts remembered for each stage, the longest unused being forgotten first. A prompt's
+    first 64 blocks are a mark each, from there on every 16th block is."""
 
 
 class RecoverySettings(_Group):
