@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -250,6 +252,29 @@ def test_a_dead_stage_loses_only_what_was_not_read(tmp_path: Path) -> None:
     check_format(document)
     assert any(event["name"] == "decode-0 lost" for event in document["traceEvents"])
     assert any(event["name"].startswith("Admit") for event in document["traceEvents"])
+
+
+def test_a_stage_that_is_killed_costs_the_trace_its_own_part_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    with PDRuntime.start(settings(
+        stages__launch="process", transport__name="auto", stages__decode=2, trace__path=str(path), recovery__mode="off",
+    )) as runtime:  # fmt: skip
+        serve(runtime, 8)
+        (trace,) = runtime._traces
+        trace._wake.set()  # what has happened so far is read now, not in a second
+        give_up = time.monotonic() + 10
+        while not all(stage.commands for stage in trace.timeline().stages):
+            assert time.monotonic() < give_up
+            runtime.step(0.01)
+        os.kill(runtime.stage("decode-1").pid, signal.SIGKILL)
+        while not any(stage.lost is not None for stage in trace.timeline().stages):
+            assert time.monotonic() < give_up
+            runtime.step(0.01)
+        serve(runtime, 2)
+    seen = {stage.name: stage for stage in timeline.read(path).stages}
+    assert "SIGKILL" in seen["decode-1"].cause
+    assert all(stage.commands for stage in seen.values())
+    check_format(json.loads(path.read_text()))
 
 
 def test_of_requests_the_newest_are_kept_and_the_rest_is_counted() -> None:

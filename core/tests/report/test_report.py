@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from kvbaton.cli.app import app
 from kvbaton.errors import SettingsError, TraceUnreadable
 from kvbaton.observe.timeline import (
     PHASES,
@@ -191,3 +193,22 @@ def test_the_page_lies_beside_its_trace_or_where_it_is_told(tmp_path: Path) -> N
         report(trace, tmp_path / "no" / "page.html")
     with pytest.raises(TraceUnreadable, match="is no trace of kvbaton"):
         report(tmp_path / "out.html", tmp_path / "page.html")
+
+
+def test_the_commands_say_what_is_wrong_with_what_they_are_given(tmp_path: Path) -> None:
+    commands = CliRunner()
+    trace = tmp_path / "out.json"
+    trace.write_bytes(msgspec.json.encode({"traceEvents": [], "kvbaton": run(request(0))}))
+    drawn = commands.invoke(app, ["report", str(trace)])
+    assert (drawn.exit_code, drawn.stdout.strip()) == (0, str(tmp_path / "out.html"))
+    refused = commands.invoke(app, ["report", str(tmp_path / "out.html")])
+    assert refused.exit_code == 2
+    assert "give a file that kvbaton run --trace FILE has written" in refused.stderr
+    scripted = ["--model", "scripted:1", "--set", "engine.name=kvbaton_conformance.scripted_plugin:plugin"]
+    order = ["run", *scripted, "--transport", "loopback", "--prompt", "a b c", "--trace"]
+    refused = commands.invoke(app, [*order, str(tmp_path / "no" / "out.json")])
+    assert refused.exit_code == 2
+    assert "the trace cannot be written to" in refused.stderr
+    traced = commands.invoke(app, [*order, str(tmp_path / "run.json")])
+    assert traced.exit_code == 0, traced.stderr
+    assert commands.invoke(app, ["report", str(tmp_path / "run.json")]).exit_code == 0
