@@ -7,7 +7,7 @@ import pytest
 from datagram_transport import Plugin
 
 from kvbaton.connector import Advice, Lane
-from kvbaton.doctor import examination
+from kvbaton.doctor import examination, trial
 from kvbaton.doctor.examination import examine
 from kvbaton.doctor.gpus import Gpu
 from kvbaton.doctor.machine import read_machine
@@ -22,12 +22,13 @@ pytestmark = pytest.mark.usefixtures("no_child_is_left")
 
 DATAGRAMS = "datagram_transport:plugin"
 MACHINE = read_machine()
-QUICK = partial(attempt, sizes=(4096, 1 << 17), bound=1.0)
+QUICK = partial(attempt, sizes=(4096, 1 << 17))
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     monkeypatch.setattr(pair_module, "GRACE", 0.5)
+    monkeypatch.setattr(trial, "CLOSE", 5.0)
 
 
 def examined(name=DATAGRAMS, attempt=QUICK, **overrides):
@@ -66,7 +67,7 @@ def test_a_transport_that_works_is_fit():
     ],
 )
 def test_a_transport_that_is_broken_is_judged_and_its_cause_told(fault, standing, status, says):
-    quick = partial(QUICK, sizes=(4096, 1 << 20), bound=3.0) if fault == "slow" else QUICK
+    quick = {"slow": partial(QUICK, sizes=(4096, 1 << 20)), "hang": partial(QUICK, bound=1.0)}.get(fault, QUICK)
     report = examined(attempt=quick, **{"transport.options": {"fault": fault}})
     assert (report.chosen.standing, report.exit_status) == (standing, status)
     assert says in report.chosen.text
@@ -227,9 +228,9 @@ def test_notes_alone_leave_it_fit():
 def test_lanes_that_cannot_be_found_out_are_no_verdict():
     plugin = Plugin()
     plugin.lanes = sorry
-    trial = attempt(DATAGRAMS, plugin, Plugin.Options(), "host", sizes=(4096,), bound=2.0)
-    assert trial.lanes_reason == "no lane"
-    assert trial.failure is None
+    found = attempt(DATAGRAMS, plugin, Plugin.Options(), "host", sizes=(4096,))
+    assert found.lanes_reason == "no lane"
+    assert found.failure is None
 
 
 def sorry(options, kind):

@@ -95,7 +95,7 @@ def test_without_a_driver_it_is_said(monkeypatch):
 
 def test_a_pair_between_two_devices(tmp_path):
     problems = []
-    bounds = Bounds(30.0, 5.0, 30.0, 3.0)
+    bounds = Bounds(30.0, 20.0, 30.0, 5.0)
     with open_pair(
         "made_up_devices:plugin", regions=(1000, 2000), memory="cuda", devices=(0, 1), bounds=bounds,
         problems=problems.append,

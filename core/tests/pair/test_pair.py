@@ -32,7 +32,7 @@ def children():
 
 
 def opened(fault="", **how):
-    how = {"regions": (1 << 18, 4096), "bounds": Bounds(30.0, 5.0, 30.0, 3.0), **how}
+    how = {"regions": (1 << 18, 4096), "bounds": Bounds(30.0, 20.0, 30.0, 5.0), **how}
     return open_pair(TRANSPORT, {"fault": fault} if fault else {}, **how)
 
 
@@ -115,7 +115,7 @@ def test_what_is_broken_is_named_and_nothing_is_left(fault, cause, says, monkeyp
     def everything():
         with opened(fault) as pair:
             pair.forward.prepare()
-            pair.forward.move(segments, segments, bound=1.0)
+            pair.forward.move(segments, segments, bound=1.0 if cause in ("hung", "late") else 20.0)
             pair.forward.check(segments, segments)
 
     with pytest.raises(PairFailed, match=says) as caught:

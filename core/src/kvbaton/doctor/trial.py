@@ -25,6 +25,9 @@ REPEATS: Final = (3, 40)
 #: Seconds that any one order may take, and after which no further size is begun.
 BOUND: Final = 10.0
 ENOUGH: Final = 20.0
+#: Seconds to connect, and to close; a machine that does much else takes its time.
+CONNECT: Final = 15.0
+CLOSE: Final = 15.0
 
 Progress = Callable[[str], object]
 OpenPair = Callable[..., AbstractContextManager[Pair]]
@@ -114,7 +117,7 @@ def attempt(
     try:
         with opener(
             name, _plain(options), regions=(2 * max(sizes),), memory=memory, devices=devices,
-            bounds=Bounds(open=30.0 if memory == "host" else 90.0, connect=bound, look=30.0, close=5.0),
+            bounds=Bounds(open=30.0 if memory == "host" else 90.0, connect=CONNECT, look=30.0, close=CLOSE),
             chunk=bound, reach=reach, problems=closing.append,
         ) as pair:  # fmt: skip
             for way in (pair.forward, pair.back):
