@@ -79,11 +79,8 @@ def _of_plugins() -> list[Leftover]:
 
 
 def _console() -> Console:
-    wide = _WIDTH
-    if sys.stdout.isatty():
-        with contextlib.suppress(OSError):
-            wide = min(wide, os.get_terminal_size(sys.stdout.fileno()).columns)
-    return Console(width=wide, highlight=False)
+    """As wide everywhere: a narrower terminal wraps, where a table would be cut."""
+    return Console(width=_WIDTH, highlight=False)
 
 
 @contextlib.contextmanager
