@@ -475,6 +475,60 @@ def test_nothing_is_kept_of_cancelled_transfers_behind_a_frozen_destination() ->
 
 
 @pytest.mark.clause("T6")
+def test_how_long_chunks_found_no_room_is_counted_until_they_find_some(world: Deployment) -> None:
+    p = world.seats["prefill-0"]
+    stage = cast(PrefillStage, p.stage)
+
+    def seconds() -> float:
+        return stage._role_figures()["backpressure_seconds_total"]
+
+    world.submit("a", REQUEST)
+    world.run_until(world.idle)
+    world.advance(5.0)
+    assert seconds() == 0.0
+    p.gate.hold("submissions")  # the destination takes nothing
+    for key, before in (("b", 0.0), ("c", 2.5)):
+        world.submit(key, REQUEST)
+        world.settle()
+        assert seconds() == before
+        world.advance(1.0)
+        world.settle()
+        world.advance(1.5)
+        assert seconds() == before + 2.5
+        world.let_go()
+        world.run_until(world.idle)
+        world.advance(1.0)
+        assert seconds() == before + 2.5
+        p.gate.hold("submissions")
+    world.let_go()
+    world.finish()
+
+
+@pytest.mark.clause("C8.5", "C8.3")
+def test_the_oldest_lease_is_that_of_a_transfer_that_is_not_imported_or_not_over(world: Deployment) -> None:
+    p, d = (world.seats[name].stage for name in ("prefill-0", "decode-0"))
+    assert p is not None
+    assert d is not None
+    assert (p._oldest_lease(), d._oldest_lease()) == (0.0, 0.0)
+    world.submit("a", REQUEST)
+    reach_posted(world)
+    world.advance(0.25)
+    world.submit("b", REQUEST)
+    world.settle()
+    world.advance(0.25)
+    assert (p._oldest_lease(), d._oldest_lease()) == (0.5, 0.5)
+    world.let_go()
+    reach_decoding(world)
+    world.run_until(lambda: len(p.machine) == 0 and not p._releasing)
+    world.advance(0.25)
+    assert p._oldest_lease() == 0.0
+    assert d._oldest_lease() == 0.0  # the request's memory is its own
+    assert len(d.machine) > 0
+    world.run_until(world.idle)
+    world.finish()
+
+
+@pytest.mark.clause("T6")
 def test_a_trace_has_what_keeps_a_hand_off_back() -> None:
     world = open_world(settings={"transfer.inflight_bytes": 4096})
     p = world.seats["prefill-0"]

@@ -58,9 +58,9 @@ class PrefixAware:
 
     ``entries``: marks of prompts remembered for each stage (a block, or 16 of a long prompt's), under its name and
     epoch; the longest unused go first, and of one prompt its end.  A stage that is lost is forgotten.  It learns from
-    the requests that it was asked about: P holds a prompt once it has committed it, D once it has activated it, which is
-    after the import; how much they had held before (``prefix_prefill`` and ``prefix_decode`` of a record) corrects what
-    was believed.
+    the requests that it was asked about: P holds a prompt once it has committed it, D once it has activated it, which
+    is after the import; how much they had held before (``prefix_prefill`` and ``prefix_decode`` of a record) corrects
+    what was believed.
 
     Deterministic: equal calls, equal answers.  Threading: one thread, the coordinator's.  Memory: bounded by
     ``entries`` per stage and by the live requests.

@@ -167,6 +167,8 @@ def test_the_figures_equal_the_records(runtime: PDRuntime, metrics: Metrics, mil
         assert value(found, "blocks", stage=stage, state="used") == 0
         assert value(found, "engine_step_seconds_count", stage=stage) > 0
         assert value(found, "pump_pass_seconds_count", stage=stage) > 0
+        assert value(found, "oldest_lease_seconds", stage=stage) == 0
+    assert value(found, "backpressure_seconds_total", stage="prefill-0") >= 0
 
 
 @pytest.mark.clause("C2.4")

@@ -178,6 +178,13 @@ SECTIONS: Final[dict[str, tuple[Figure, ...]]] = {
             "0 for long: imports, or retirements on P, are slow.",
         ),
         Figure(
+            "oldest_lease_seconds", "gauge", ("stage",),
+            "Age of the oldest lease, the hold on a transfer's memory: on P until the transfer is over there, on D"
+            " until its request is imported. 0 without one.",
+            "A lease ends by events and never by age (C8.5). Above the longest prefill: a stage waits for a peer, a"
+            " transport or an acknowledgement; `oldest_transfer_seconds` and the log say for what.",
+        ),
+        Figure(
             "inflight_bytes", "gauge", ("stage",), "Bytes handed to the transport and not seen completed.",
             "At `transfer.inflight_bytes`: the transport is the bottleneck. Stays above 0 with nothing running: a"
             " peer that does not complete; see `quarantined_bytes`.",
@@ -228,6 +235,12 @@ SECTIONS: Final[dict[str, tuple[Figure, ...]]] = {
             "transport_full_total", "counter", ("stage",),
             "Times that a chunk was ready and the transport, or its budget, had no room: back-pressure (T6).",
             "Rises steadily: the transport is the bottleneck, or `transfer.inflight_bytes` is too small.",
+        ),
+        Figure(
+            "backpressure_seconds_total", "counter", ("stage",),
+            "How long chunks were ready on a prefill stage and the transport, or its budget, had no room for one (T6).",
+            "Its rate is the share of the time: near 1, transfer and not computing is the bottleneck; see"
+            " `transport_full_total`.",
         ),
         Figure(
             "transport_faults_total", "counter", ("stage",), "Calls in which the transport plugin raised.",

@@ -355,10 +355,12 @@ def _read_transport(sheet: _Sheet, stage: str, figures: Mapping[str, float]) -> 
 
 def _read_stage(sheet: _Sheet, stage: str, figures: Mapping[str, float]) -> None:
     sheet.put("stage_transfers", figures["transfers"], stage)
+    sheet.put("oldest_lease_seconds", figures["oldest_lease_seconds"], stage)
     sheet.put("faults_total", figures.get("faults", 0), stage)
     if "planned_pieces" in figures:
         sheet.put("segments_total", figures["planned_pieces"], stage, "before")
         sheet.put("segments_total", figures["planned_segments"], stage, "after")
+        sheet.put("backpressure_seconds_total", figures["backpressure_seconds_total"], stage)
     _read_counts(sheet, stage, figures)
     dropped = {name.removeprefix("dropped_"): v for name, v in figures.items() if name.startswith("dropped_")}
     _read_dropped(sheet, stage, dropped)

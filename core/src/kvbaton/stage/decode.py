@@ -30,6 +30,12 @@ from kvbaton.stage.stage import Stage
 MAX_PASSES_BETWEEN_REVOCATIONS = 64
 
 
+#: Leases end at the import (C8.3). From then on the request's memory is its own, as any other's is.
+_LEASED = frozenset((
+    DestinationPhase.RESERVING, DestinationPhase.RESERVED, DestinationPhase.HELD, DestinationPhase.RECEIVED,
+))  # fmt: skip
+
+
 class DecodeStage(Stage):
     """See the module's text.  ``geometry`` is the engine's own: it says which bytes a reservation covers.
     ``receipts_deadline``: seconds from Commit until all receipts are in, after which the transfer fails here.
@@ -124,6 +130,9 @@ class DecodeStage(Stage):
                 self._arriving.add(receipt.transfer)
 
     # -- effects -----------------------------------------------------------------------------------------------------
+
+    def _leased(self, transfer: TransferId) -> bool:
+        return self.machine.phase(transfer) in _LEASED
 
     def _on_role_effect(self, effect: fx.Effect) -> None:
         match effect:

@@ -71,6 +71,9 @@ class PrefillStage(Stage):
         self._transfers: dict[TransferId, _Transfer] = {}
         self._waiting: set[TransferId] = set()  # have unfinished device events
         self._lanes: dict[PeerId, _Lane] = {}
+        #: Since when some ready chunk has found no room, and for how long that was so before.
+        self._full_since: float | None = None
+        self._full_seconds = 0.0
         #: Not said yet: of several in one pass the last says it all.
         self._progressed: dict[TransferId, messages.Progress] = {}
 
@@ -216,13 +219,24 @@ class PrefillStage(Stage):
         while peers:
             peers = [peer for peer in peers if self._submit_next(peer)]
             busy = busy or bool(peers)
+        full = False
         for lane in self._lanes.values():
+            full = full or bool(lane.ready)
             if lane.paused and lane.backlog <= self._backlog_limit:
                 lane.paused = False
                 self._post_command(loop.Nudge())
                 if self._recorder is not None:
                     self._recorder.pump.note(tracing.Resumed(self._clock(), str(lane.peer)))
+        if full is (self._full_since is None):
+            self._note_full(full)
         return busy
+
+    def _note_full(self, full: bool) -> None:
+        """Some ready chunk finds no room from now on, or none is left over any more."""
+        now = self._clock()
+        if self._full_since is not None:
+            self._full_seconds += now - self._full_since
+        self._full_since = now if full else None
 
     def _submit_next(self, peer: PeerId) -> bool:
         """Whether this peer's next chunk was taken and another waits."""
@@ -330,7 +344,11 @@ class PrefillStage(Stage):
         return not self._exposed()
 
     def _role_figures(self) -> Mapping[str, float]:
-        return {"planned_pieces": self._planner.pieces, "planned_segments": self._planner.segments}
+        waits = 0.0 if self._full_since is None else self._clock() - self._full_since
+        return {
+            "planned_pieces": self._planner.pieces, "planned_segments": self._planner.segments,
+            "backpressure_seconds_total": self._full_seconds + waits,
+        }  # fmt: skip
 
     def _exposed(self) -> bool:
         return self.guard.outstanding() > 0

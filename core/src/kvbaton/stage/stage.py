@@ -242,6 +242,15 @@ class Stage(ABC):
         """Whether nothing of this role keeps the stage from ending."""
         return True
 
+    def _leased(self, transfer: TransferId) -> bool:
+        """Of a transfer that is known here: whether its memory is held for what may still be read or written."""
+        return True
+
+    def _oldest_lease(self) -> float:
+        """Seconds that the oldest lease has lasted; 0 where there is none."""
+        began = min((began for transfer, began in self._began.items() if self._leased(transfer)), default=None)
+        return 0.0 if began is None else self._clock() - began
+
     def _role_figures(self) -> Mapping[str, float]:
         """What only this role counts."""
         return {}
@@ -497,7 +506,13 @@ class Stage(ABC):
         figures = {
             "engine": dict(engine),
             "transport": dict(self.guard.statistics()),
-            "stage": {"transfers": len(self.machine), **self._counts, **dropped, **self._role_figures()},
+            "stage": {
+                "transfers": len(self.machine),
+                "oldest_lease_seconds": self._oldest_lease(),
+                **self._counts,
+                **dropped,
+                **self._role_figures(),
+            },
             "durations": {name: times.figures() for name, times in self.durations.items()},
         }
         self._reply(call, figures)
