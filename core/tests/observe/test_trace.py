@@ -180,6 +180,8 @@ def test_what_cannot_be_written_at_the_end_is_one_clear_error_and_leaves_what_wa
     path.write_text("an earlier one")
 
     def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:10])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)

@@ -106,6 +106,8 @@ def test_an_event_that_nobody_can_read_takes_no_other_with_it() -> None:
     events, malformed = tracing.decode([b"", good, b"\xc1", good[:-3], tracing.encode(marked(2.0))[:2] + b"\xff" * 9])
     assert events == [marked(1.0)]
     assert malformed == 4
+    senseless = [marked(float("nan")), marked(float("inf")), marked(-1.0), tracing.Command(2.0, 1.0, "Admit", T)]
+    assert tracing.decode(map(tracing.encode, senseless)) == ([], 4), "times that no clock shows"
 
 
 class Engine:
