@@ -1,5 +1,7 @@
 """OpenTelemetry spans: one for each request, with a child for each phase.
 
+::
+
     with PDRuntime.start(settings, hooks=[Spans(provider)]) as runtime:
         ...
 

@@ -1,6 +1,6 @@
 """A run as it was seen, on one clock: requests with their phases and chunks, stages with what they did.
 
-This is data.  :mod:`kvbaton.observe.trace` makes it from what was noted, :mod:`kvbaton.observe.perfetto` draws it as
+This is data.  ``kvbaton.observe.trace`` makes it from what was noted, ``kvbaton.observe.perfetto`` draws it as
 tracks, ``kvbaton report`` as a page; it travels inside the trace file.  All times are seconds since the first event;
 of something that was never seen there is none.
 """

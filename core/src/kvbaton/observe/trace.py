@@ -1,12 +1,14 @@
 """A trace of a run: what every stage did and when, for Perfetto and for ``kvbaton report``.
 
+::
+
     trace = Trace()
     with PDRuntime.start(settings, hooks=[trace]) as runtime:
         ...
     trace.write("out.json")
 
 With the setting ``trace.path`` (``--trace``) a runtime makes one by itself and writes it when it closes.  The stages
-note what they do (:mod:`kvbaton.stage.tracing`) and are read every second by generic control, which disturbs no
+note what they do (``kvbaton.stage.tracing``) and are read every second by generic control, which disturbs no
 transfer (C9.2); what the coordinator knows comes by hooks.  A stage that dies takes with it what was not read yet, and
 nothing else; what it answers is believed only as far as it can be read (C9.3).  Memory is bounded: of each stage the
 newest ``events`` are kept, and of requests a number in proportion.
