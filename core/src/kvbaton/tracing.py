@@ -8,7 +8,6 @@ and was answered.  Each event travels as bytes of its own, so that one that nobo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -19,6 +18,8 @@ from kvbaton.identity import WireTransferId
 MAX_UNREAD: Final = 1 << 16
 #: Events, and bytes of events, in one page.
 PAGE_EVENTS, PAGE_BYTES = 4096, 1 << 20
+#: No event takes more bytes.
+MAX_EVENT_BYTES: Final = 1 << 13
 #: Transfers that a step names at most; it counts the others.
 MAX_NAMED: Final = 32
 
@@ -168,17 +169,11 @@ def encode(event: Event) -> bytes:
     return _ENCODER.encode(event)
 
 
-def decode(events: Iterable[bytes]) -> tuple[list[Event], int]:
-    """Those that are events, and how many are not."""
-    found: list[Event] = []
-    malformed = 0
-    for data in events:
-        try:
-            event: Event = _DECODER.decode(data)
-            began, ended = span(event)
-            if not 0.0 <= began <= ended < math.inf:
-                raise ValueError("no time")
-            found.append(event)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
-            malformed += 1
-    return found, malformed
+def decode(data: bytes) -> Event | None:
+    """The event in ``data``, if it is one, at a time that a clock may show."""
+    try:
+        event: Event = _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
+        return None
+    began, ended = span(event)
+    return event if 0.0 <= began <= ended < math.inf else None

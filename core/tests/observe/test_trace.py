@@ -214,7 +214,7 @@ class Stages:
 @pytest.mark.clause("C9.3")
 @pytest.mark.parametrize("nonsense", [
     None, 7, "x", [], {"now": "noon"}, {"now": float("nan")}, {"now": 1.0, "events": [1]}, {"now": 1.0, "events": b"x"},
-    {"events": []}, {"now": 1.0, "events": [b"\xff", b""]},
+    {"events": []}, {"now": 1.0, "events": [b"\xff", b""]}, {"now": 1.0, "events": [b"\x00" * 10_000]},
 ])  # fmt: skip
 def test_an_answer_that_is_none_is_that_stages_affair_alone(nonsense: object) -> None:
     good = answer(1.0, tracing.Command(0.1, 0.2, "Admit", T))

@@ -114,9 +114,13 @@ def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> S
     def label(transfer: str) -> str:
         return labels.get(transfer, transfer[:8])
 
-    for placement, event in life.events:
+    life.unreadable = 0
+    for placement, data in life.events:
         off = placement.distance
+        event = tracing.decode(data)
         match event:
+            case None:  # it takes no other with it (C9.3)
+                life.unreadable += 1
             case tracing.Step():
                 began, ended = event.began - off, event.ended - off
                 for transfer, _, _ in event.computed:
@@ -139,7 +143,8 @@ def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> S
     steps.sort(key=lambda step: step.began)
     role = life.peer.name.rpartition("-")[0]
     lost = life.dropped + life.read - len(life.events)
-    note = life.note or (f"{life.malformed} events could not be read" if life.malformed else "")
+    unread = life.malformed + life.unreadable
+    note = life.note or (f"{unread} answers or events could not be read" if unread else "")
     return StageLine(
         life.peer.name, life.peer.epoch, role, steps, commands, held, life.lost, life.fenced, life.cause,
         max((placement.doubt for placement in {id(p): p for p, _ in life.events}.values()), default=0.0), lost, note,

@@ -94,14 +94,19 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One life of a stage, and what it has noted; each event with the placement that it was read under."""
+    """One life of a stage, and what it has noted; each event, as it came, with the placement that it was read under.
+
+    ``malformed``: answers, and events too large, that nobody can read; ``unreadable``: of ``events``, as found when
+    they were last placed.
+    """
 
     peer: PeerId
-    events: deque[tuple[Placement, tracing.Event]]
+    events: deque[tuple[Placement, bytes]]
     placement: Placement = field(default_factory=Placement)
     read: int = 0
     dropped: int = 0
     malformed: int = 0
+    unreadable: int = 0
     lost: float | None = None
     fenced: float | None = None
     cause: str = ""
@@ -242,11 +247,12 @@ class Trace:
             if not life.placement.learn(reply.asked, page.now, reply.heard):
                 life.placement = Placement()
                 life.placement.learn(reply.asked, page.now, reply.heard)
-            events, malformed = tracing.decode(page.events)
-            life.malformed += malformed
+            # what they say is looked at when somebody wants to know, not while requests run
+            events = [data for data in page.events if len(data) <= tracing.MAX_EVENT_BYTES]
+            life.malformed += len(page.events) - len(events)
             life.read += len(events)
             life.dropped = page.dropped
-            life.events.extend((life.placement, event) for event in events)
+            life.events.extend((life.placement, data) for data in events)
             return page.more and bool(page.events)
 
     def _life(self, peer: PeerId) -> Life:
@@ -363,8 +369,8 @@ def _lacks(life: Life) -> str:
     lost = life.dropped + life.read - len(life.events)
     if lost:
         parts.append(f"{lost} events were pushed out (trace.events)")
-    if life.malformed:
-        parts.append(f"{life.malformed} answers or events could not be read")
+    if life.malformed or life.unreadable:
+        parts.append(f"{life.malformed + life.unreadable} answers or events could not be read")
     if life.note:
         parts.append(life.note)
     return ", ".join(parts)
