@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from kvbaton.bench import room
-from kvbaton.bench.room import Need, check, device_free, host_free, size
+from kvbaton.bench.room import Need, check, device_free, host_free
 from kvbaton.errors import SettingsError
 
 GiB = 1 << 30
@@ -77,9 +77,3 @@ def test_a_devices_free_memory_as_this_process_counts(tmp_path, monkeypatch, vis
 def test_a_device_that_nobody_can_ask_about_is_unknown(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert device_free(0, {}) is None
-
-
-def test_sizes_have_three_digits():
-    assert [size(n) for n in (1, 1536, 256 << 20, 1023 << 20, 94.8 * GiB)] == [
-        "1 B", "1.5 KiB", "256 MiB", "1023 MiB", "94.8 GiB",
-    ]  # fmt: skip

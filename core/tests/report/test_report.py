@@ -26,7 +26,6 @@ from kvbaton.observe.timeline import (
 )
 from kvbaton.report import figures, pictures, report
 from kvbaton.report.page import page
-from kvbaton.report.words import duration, size
 
 EVIL = "<script>alert(1)</script>\"'&"
 
@@ -173,13 +172,6 @@ def test_the_axis_has_some_round_moments(length: float) -> None:
     if length:
         assert len(found) >= 4
         assert re.fullmatch(r"[125]e.*", f"{found[1]:.0e}")
-
-
-def test_figures_have_units() -> None:
-    assert [duration(s) for s in (0.0, 4e-5, 0.0125, 0.25, 1.25, 48.66)] == [
-        "0 ms", "0.04 ms", "12.5 ms", "250 ms", "1.25 s", "48.7 s",
-    ]  # fmt: skip
-    assert [size(n) for n in (0, 1536, 64 << 20, 5 << 40)] == ["0 B", "1.5 KiB", "64 MiB", "5 TiB"]
 
 
 def test_the_page_lies_beside_its_trace_or_where_it_is_told(tmp_path: Path) -> None:

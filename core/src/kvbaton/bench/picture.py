@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from kvbaton.bench.measured import Measured
 from kvbaton.bench.results import Spread
-from kvbaton.bench.room import size
 from kvbaton.errors import SettingsError
+from kvbaton.quantities import size
 
 ENDINGS: Final = (".svg", ".png")
 

@@ -14,6 +14,7 @@ from kvbaton.bench.traffic import Traffic
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError
 from kvbaton.plugins import choose_placement
+from kvbaton.quantities import size
 from kvbaton.settings import Settings
 
 #: Requests under way at once where nobody says: the first that fits.
@@ -62,7 +63,7 @@ def carry_out(plan: Plan, progress: Callable[[str, float], None]) -> Measured:
     each = traffic.request_bytes
     if plan.transport:
         # a plain copy goes into memory that both ends see
-        room.check(space.need(f"moving {room.size(each)} between two processes", each, shared=each), f"{advice}.")
+        room.check(space.need(f"moving {size(each)} between two processes", each, shared=each), f"{advice}.")
     if plan.sweep:
         most = wire.sweep_bytes()
         room.check(space.need("the sweep", most, shared=most), "Leave out --sweep.")
@@ -117,7 +118,7 @@ def _at_once(plan: Plan, space: _Space, advice: str) -> int:
     """What was asked for; else the first that there is room for."""
     for at_once in _AT_ONCE if plan.at_once is None else (plan.at_once,):
         each = plan.traffic.kv_bytes(at_once) + plan.traffic.final_stored(at_once)
-        what = f"{at_once} hand-off{'s' if at_once > 1 else ''} of {room.size(plan.traffic.request_bytes)} at once"
+        what = f"{at_once} hand-off{'s' if at_once > 1 else ''} of {size(plan.traffic.request_bytes)} at once"
         try:
             room.check(space.need(what, each), f"{advice}, or fewer --at-once." if at_once > 1 else f"{advice}.")
         except SettingsError:

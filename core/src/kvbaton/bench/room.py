@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbaton.errors import SettingsError
+from kvbaton.quantities import size
 
 #: What is left to everything else: bytes, or the share of what is free, whichever is more.
 _KEEP, _KEPT_SHARE = 128 << 20, 0.1
@@ -89,15 +90,6 @@ def device_free(device: int, environment: Mapping[str, str] | None = None) -> in
         if names[device] == index or uuid.startswith(names[device]):
             return int(free) << 20 if free.isdigit() else None
     return None
-
-
-def size(nbytes: float) -> str:
-    """``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:.0f} {unit}"
 
 
 def _text(path: Path) -> str:

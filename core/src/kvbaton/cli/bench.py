@@ -20,12 +20,12 @@ from kvbaton.bench.measured import Measured
 from kvbaton.bench.models import find, with_numbers
 from kvbaton.bench.plan import Plan, carry_out
 from kvbaton.bench.results import Spread
-from kvbaton.bench.room import size
 from kvbaton.bench.traffic import Layout, Traffic
 from kvbaton.bench.wire import Carried
 from kvbaton.cli.interrupt import Interrupt
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError, closest
+from kvbaton.quantities import size
 from kvbaton.settings import Settings
 
 #: What is benched where nobody says.

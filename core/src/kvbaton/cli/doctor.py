@@ -22,7 +22,8 @@ from kvbaton.doctor.examination import Progress, Report, Transport, examine
 from kvbaton.doctor.leftovers import Leftover, Outcome, Places, clean, folders
 from kvbaton.doctor.machine import Machine, Note
 from kvbaton.doctor.trial import Measured
-from kvbaton.doctor.verdict import Finding, duration, rate
+from kvbaton.doctor.verdict import Finding
+from kvbaton.quantities import duration, rate, size
 from kvbaton.settings import Settings
 
 _WIDTH = 80
@@ -178,8 +179,8 @@ def _show_outcomes(outcomes: Sequence[Outcome], console: Console) -> None:
         together.setdefault((one.fate, one.what, one.why), []).append(one)
     for (fate, what, why), several in together.items():
         for one in several:
-            size = f" [dim]{_size(one.nbytes)}[/]" if one.nbytes else ""
-            console.print(f"[{styles[fate]}]{fate}[/] {escape(one.path)}{size}", soft_wrap=True)
+            room = f" [dim]{size(one.nbytes)}[/]" if one.nbytes else ""
+            console.print(f"[{styles[fate]}]{fate}[/] {escape(one.path)}{room}", soft_wrap=True)
         _hang(console, f"{escape(what)}: {escape(why)}", 4)
 
 
@@ -272,15 +273,7 @@ def _limit_bytes(value: int | None) -> str:
 
 
 def _size(value: int | None) -> str:
-    """``24 GiB``; one figure behind the point below ten."""
-    if value is None:
-        return "unknown"
-    size, unit = float(value), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if size >= 10 or size == int(size) else f"{size:.1f} {unit}"
+    return "unknown" if value is None else size(value)
 
 
 def _figures(seconds: float, per_second: float) -> tuple[str, str]:

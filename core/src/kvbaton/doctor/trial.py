@@ -15,6 +15,7 @@ import msgspec
 from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind, Reach
 from kvbaton.errors import KvbatonError
 from kvbaton.pair import Bounds, Moved, Pair, PairFailed, Way, open_pair
+from kvbaton.quantities import size
 from kvbaton.segments import Segments
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -125,7 +126,7 @@ def attempt(
                 for nbytes in sizes:
                     if time.monotonic() - start > ENOUGH and measured:
                         break
-                    progress(f"{_size(nbytes)} from {way.source} to {way.target}")
+                    progress(f"{size(nbytes)} from {way.source} to {way.target}")
                     measured.append(_measure(way, nbytes, 2 * max(sizes), bound))
     except PairFailed as error:
         failure = Failure(error.cause, str(error), error.said)
@@ -174,7 +175,3 @@ def _timed(move: Callable[[int], Moved], once: Moved) -> Moved:
 def _plain(options: Any) -> Mapping[str, Any]:
     values: Mapping[str, Any] = options.model_dump(mode="json", exclude_unset=True)
     return values
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >= MiB else f"{nbytes >> 10} KiB"

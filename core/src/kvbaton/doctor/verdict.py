@@ -14,6 +14,7 @@ import msgspec
 from kvbaton.connector import Advice, ConnectorPlugin, SelfTest
 from kvbaton.doctor.machine import Machine
 from kvbaton.doctor.trial import Trial
+from kvbaton.quantities import duration, rate
 
 #: A transport with less than this share of the rate of plain copying is degraded.  Copying within a device is so fast
 #: that what is started from Python comes nowhere near it.
@@ -60,16 +61,6 @@ def judge(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machin
     levels = {finding.level for finding in findings}
     standing: Standing = "unusable" if "unusable" in levels else "degraded" if "degraded" in levels else "fit"
     return Verdict(standing, _summary(trial), tuple(findings))
-
-
-def rate(value: float) -> str:
-    """``8.1 GB/s``, or in MB/s below a tenth of one."""
-    return f"{value / 1e9:.1f} GB/s" if value >= 1e8 else f"{value / 1e6:.1f} MB/s"
-
-
-def duration(seconds: float) -> str:
-    """``41.2 us`` or ``3.1 ms``."""
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
 
 
 def _summary(trial: Trial) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kvbaton.observe.timeline import PHASES, Chunk, Generation, RequestLine, StageLine, StepLine, Timeline
+from kvbaton.quantities import size
 
 #: Characters of a request's id in a name.
 _LABEL: Final = 48
@@ -31,8 +32,8 @@ _NOBODY: Final = 0
 Event = dict[str, Any]
 #: Of a stage's lives in order: when each was lost, and its process in the file.
 _Lives = list[tuple[float, int]]
-#: From when to when, its name, its flow, its arguments.
-_Call = tuple[int, int, str, int, dict[str, Any]]
+#: From when to when, whether it submits or receives, the chunk's name, its flow, its arguments.
+_Call = tuple[int, int, Literal["submit", "receipt"], str, int, dict[str, Any]]
 
 
 def draw(timeline: Timeline) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _transport(timeline: Timeline, lives: Mapping[str, _Lives]) -> Iterator[Even
                 if chunk.submitted is not None and chunk.taken is not None:
                     pid = _life_of(lives, generation.prefill, chunk.submitted)
                     began = _ns(chunk.submitted)
-                    calls.setdefault(pid, []).append((began, _ns(chunk.taken), f"submit {title}", number, args))
+                    calls.setdefault(pid, []).append((began, _ns(chunk.taken), "submit", title, number, args))
                     over = min((at for at in (chunk.completed, chunk.receipt) if at is not None), default=None)
                     if over is not None:
                         changes = (began, chunk.nbytes), (max(_ns(over), began), -chunk.nbytes)
@@ -175,7 +176,7 @@ def _transport(timeline: Timeline, lives: Mapping[str, _Lives]) -> Iterator[Even
                 if chunk.receipt is not None and chunk.heard is not None:
                     pid = _life_of(lives, generation.decode, chunk.receipt)
                     calls.setdefault(pid, []).append(
-                        (_ns(chunk.receipt), _ns(chunk.heard), f"receipt {title}", number, args)
+                        (_ns(chunk.receipt), _ns(chunk.heard), "receipt", title, number, args)
                     )
     calls.pop(_NOBODY, None)
     #: Per flow: where it begins, and where it may end: track, first and last nanosecond.
@@ -184,11 +185,11 @@ def _transport(timeline: Timeline, lives: Mapping[str, _Lives]) -> Iterator[Even
     for pid, made in calls.items():
         yield from _named(pid, _TRANSPORT, "transport", _TRANSPORT)
         track, free = _Track(pid, _TRANSPORT), 0
-        for began, ended, name, flow, args in sorted(made, key=lambda call: call[:2]):
+        for began, ended, kind, title, flow, args in sorted(made, key=lambda call: call[:2]):
             first = max(began, free)
             free = max(ended, first + _THIN)
-            track.slice(name, first, free, "transport", args)
-            (begins if name.startswith("submit ") else ends)[flow] = track, first, free
+            track.slice(f"{kind} {title}", first, free, "transport", args)
+            (begins if kind == "submit" else ends)[flow] = track, first, free
         yield from track.events
         yield from _counter(pid, flying.get(pid, []))
     for flow, (track, at, _) in begins.items():
@@ -316,16 +317,7 @@ def _bars(generation: Generation) -> Iterator[_Bar]:
         if chunk.full is not None:
             args["the transport was full"] = True
         latest = max(latest, ended)
-        yield _Bar(f"chunk {chunk.sequence} ({_size(chunk.nbytes)})", began, ended, args, parts)
+        yield _Bar(f"chunk {chunk.sequence} ({size(chunk.nbytes)})", began, ended, args, parts)
     received, retired = generation.milestones.get("received"), generation.milestones.get("source_retired")
     if received is not None and retired is not None and _ns(retired) > max(_ns(received), latest):
         yield _Bar("P retires", max(_ns(received), latest), _ns(retired), {}, [])
-
-
-def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

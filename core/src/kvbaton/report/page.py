@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Final
 
 from kvbaton.observe.timeline import PHASES, RequestLine, Timeline
+from kvbaton.quantities import duration, milliseconds, plural, size
 from kvbaton.report import figures, pictures
-from kvbaton.report.words import duration, milliseconds, plural, size
 
 #: Rows of the tables of failures, and of the slowest requests; the others are counted.
 _FAILURES: Final = 50

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from kvbaton.observe.timeline import PHASES, RequestLine
-from kvbaton.report.words import duration, size
+from kvbaton.quantities import duration, size
 
 #: Rows up to which each is labelled, and has its chunks drawn below its phases.
 ROOMY: Final = 48
