@@ -357,8 +357,9 @@ def test_a_start_removes_what_dead_processes_of_its_user_left_and_nothing_else(s
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(30)
     names = {
-        "left": f"kvbaton-{dead.pid}-abc", "live": f"kvbaton-{os.getppid()}-abc", "other": f"another-{dead.pid}-abc",
-        "link": f"kvbaton-{dead.pid}-link", "locked": f"kvbaton-{dead.pid}-lock",
+        "left": f"kvbaton-{dead.pid}-abcd1234", "live": f"kvbaton-{os.getppid()}-abcd1234",
+        "other": f"another-{dead.pid}-abcd1234", "link": f"kvbaton-{dead.pid}-link1234",
+        "locked": f"kvbaton-{dead.pid}-lock1234",
     }  # fmt: skip
     places = {what: short_tmp / name for what, name in names.items()}
     for what in ("left", "live", "other", "locked"):

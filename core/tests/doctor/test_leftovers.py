@@ -43,13 +43,13 @@ def reason(places, name):
 
 def directory(places, name):
     made = places.folders[0] / name
-    made.mkdir()
+    made.mkdir(mode=0o700)
     (made / "control.sock").write_text("x")
     return made
 
 
 def test_what_a_dead_process_left_is_removed_and_a_dry_run_removes_nothing(places, dead):
-    made = directory(places, f"kvbaton-{dead}-abc")
+    made = directory(places, f"kvbaton-{dead}-abcd1234")
     shared = places.shared_memory / f"kvbaton-mine-{dead}-1-abc"
     shared.write_bytes(b"1234")
     expected = {made.name: "would be removed", shared.name: "would be removed"}
@@ -65,7 +65,7 @@ def test_what_a_dead_process_left_is_removed_and_a_dry_run_removes_nothing(place
 
 
 def test_what_a_living_process_has_is_kept(places):
-    made = directory(places, f"kvbaton-{os.getpid()}-abc")
+    made = directory(places, f"kvbaton-{os.getpid()}-abcd1234")
     (places.shared_memory / f"kvbaton-mine-{os.getpid()}-abc").touch()
     assert set(fates(places).values()) == {"kept"}
     assert f"process {os.getpid()} lives" in reason(places, made.name)
@@ -74,7 +74,7 @@ def test_what_a_living_process_has_is_kept(places):
 
 def test_a_lock_that_is_held_keeps_it_although_its_number_is_a_dead_ones(places, dead):
     # as where its maker has another numbering of processes: a container
-    made = directory(places, f"kvbaton-{dead}-abc")
+    made = directory(places, f"kvbaton-{dead}-abcd1234")
     lock = os.open(made, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert fates(places) == {made.name: "kept"}
@@ -84,14 +84,14 @@ def test_a_lock_that_is_held_keeps_it_although_its_number_is_a_dead_ones(places,
 
 
 def test_a_number_that_a_younger_process_has_got_does_not_keep_it(places):
-    made = directory(places, f"kvbaton-{os.getpid()}-abc")
+    made = directory(places, f"kvbaton-{os.getpid()}-abcd1234")
     began = psutil.Process().create_time()
     proc = fake_proc(places, os.getpid(), began + 3600)
     assert fates(Places(places.folders, places.shared_memory, proc=proc)) == {made.name: "removed"}
 
 
 def test_one_that_is_as_old_as_what_it_made_keeps_it(places):
-    made = directory(places, f"kvbaton-{os.getpid()}-abc")
+    made = directory(places, f"kvbaton-{os.getpid()}-abcd1234")
     proc = fake_proc(places, os.getpid(), made.stat().st_mtime - 0.5)
     assert fates(Places(places.folders, places.shared_memory, proc=proc)) == {made.name: "kept"}
 
@@ -108,13 +108,13 @@ def fake_proc(places, pid, began, state="S"):
 
 
 def test_a_process_of_which_only_the_entry_is_left_is_gone(places):
-    made = directory(places, f"kvbaton-{os.getpid()}-abc")
+    made = directory(places, f"kvbaton-{os.getpid()}-abcd1234")
     proc = fake_proc(places, os.getpid(), made.stat().st_mtime - 5, state="Z")
     assert fates(Places(places.folders, places.shared_memory, proc=proc)) == {made.name: "removed"}
 
 
 def test_a_process_that_cannot_be_looked_at_keeps_it(places):
-    made = directory(places, f"kvbaton-{os.getpid()}-abc")
+    made = directory(places, f"kvbaton-{os.getpid()}-abcd1234")
     proc = fake_proc(places, os.getpid(), 0)
     (proc / "stat").write_text("nothing\n")
     assert fates(Places(places.folders, places.shared_memory, proc=proc)) == {made.name: "kept"}
@@ -131,19 +131,19 @@ def test_links_are_neither_followed_nor_removed(places, dead, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("x")
-    link = places.folders[0] / f"kvbaton-{dead}-abc"
+    link = places.folders[0] / f"kvbaton-{dead}-abcd1234"
     link.symlink_to(precious)
     assert fates(places) == {link.name: "kept"}
     assert reason(places, link.name) == "it is a link"
     link.unlink()
-    made = directory(places, f"kvbaton-{dead}-abd")
+    made = directory(places, f"kvbaton-{dead}-abcd1235")
     (made / "inside").symlink_to(precious)
     assert fates(places) == {made.name: "removed"}
     assert (precious / "file").read_text() == "x"
 
 
 def test_another_users_is_not_even_spoken_of(places, dead):
-    directory(places, f"kvbaton-{dead}-abc")
+    directory(places, f"kvbaton-{dead}-abcd1234")
     other = Places(places.folders, places.shared_memory, user=os.geteuid() + 1)
     assert clean(other, dry_run=False) == []
     assert len(clean(places, dry_run=True)) == 1
@@ -156,13 +156,39 @@ def test_what_does_not_say_whose_it_is_is_kept(places):
     assert "does not say whose it is" in reason(places, "kvbaton-kill-abc")
 
 
+def test_what_only_happens_to_have_such_a_name_is_kept(places, dead):
+    ours = directory(places, f"kvbaton-{dead}-abcd1234")
+    ours.chmod(0o755)
+    names = (f"kvbaton-{dead}-results", "kvbaton-20260412-abcd1234", f"kvbaton-{dead}-Results1")
+    somebodys = [directory(places, name) for name in names]
+    (file := places.folders[0] / f"kvbaton-{dead}-notes123").write_text("x")
+    assert set(fates(places).values()) == {"kept"}
+    private_directory._sweep(places.folders[0])
+    assert all(path.exists() for path in (ours, *somebodys, file))
+
+
+def test_a_container_does_not_judge_shared_memory_that_others_may_have_open(places, dead):
+    shared = places.shared_memory / f"kvbaton-mine-{dead}-abc"
+    shared.touch()
+    made = directory(places, f"kvbaton-{dead}-abcd1234")
+    proc = fake_proc(places, 1, 2_000_000_000)
+    (proc / "self/ns").mkdir(parents=True)
+    (proc / "self/ns/pid").symlink_to("pid:[4026532201]")
+    inside = Places(places.folders, places.shared_memory, proc=proc)
+    assert fates(inside) == {shared.name: "kept", made.name: "removed"}
+    assert "from the host" in reason(inside, shared.name)
+    (proc / "self/ns/pid").unlink()
+    (proc / "self/ns/pid").symlink_to("pid:[4026531836]")
+    assert fates(inside) == {shared.name: "removed"}
+
+
 def test_what_is_no_file_is_kept(places, dead):
     os.mkfifo(places.shared_memory / f"kvbaton-mine-{dead}-abc")
     assert set(fates(places).values()) == {"kept"}
 
 
 def test_what_is_replaced_while_it_is_looked_at_is_not_removed(places, dead, monkeypatch):
-    made = directory(places, f"kvbaton-{dead}-abc")
+    made = directory(places, f"kvbaton-{dead}-abcd1234")
     removed = leftovers._removed
 
     def late(path, looked_at):

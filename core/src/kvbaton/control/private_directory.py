@@ -21,8 +21,9 @@ from pathlib import Path
 
 from kvbaton.errors import ConfigurationError
 
-#: The name carries the process id, so that what a killed process left behind can be recognised.
-_NAME = re.compile(r"kvbaton-(\d+)-\w+")
+#: The name carries the process id, so that what a killed process left behind can be recognised.  No more than what
+#: mkdtemp makes of it: ``kvbaton-20260412-results`` is somebody's.
+_NAME = re.compile(r"kvbaton-([1-9]\d{0,6})-[a-z0-9_]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def remove_abandoned(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        if os.fstat(lock).st_uid != os.geteuid():
+        found = os.fstat(lock)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)

@@ -9,11 +9,13 @@ proven is kept and said.
 name                             what it is                                   proof
 ===============================  ===========================================  ====================================
 ``kvbaton-PID-*`` directory      control sockets; the kit's working folder    its lock is free, and PID is gone
-``/dev/shm/kvbaton-*-PID-*``     shared memory of a transport of that name    PID is gone, and nobody has it open
+``/dev/shm/kvbaton-*-PID-*``     shared memory of a transport of that name    PID is gone, and nobody has it open; in a
+                                                                              container with numbers of its own, none
 ``.kvbaton-PID-*`` directory     keys that were just being made               its lock is free, and PID is gone
 what a plugin's ``leftovers``    its own, such as a half converted model      the locks that it names are free
 ===============================  ===========================================  ====================================
 
+A directory is one of these only where it is as ``mkdtemp`` makes it: eight characters behind the number, mode 0700.
 Logs, pairs' shared memory and abstract sockets have no name in any folder, and go with their processes.
 """
 
@@ -34,10 +36,12 @@ from typing import Final, Literal
 
 import msgspec
 
-#: Directories of one process, which holds a lock on them.
-_DIRECTORY: Final = re.compile(r"\.?kvbaton-(?P<pid>\d+)-\w+")
+#: Directories of one process, which holds a lock on them.  No more than that: ``kvbaton-20260412-results`` is somebody's.
+_DIRECTORY: Final = re.compile(r"\.?kvbaton-(?P<pid>[1-9]\d{0,6})-[a-z0-9_]{8}")
 #: Objects in shared memory.
-_SHARED: Final = re.compile(r"kvbaton-[a-z][a-z_-]*-(?P<pid>\d+)-[\w-]+")
+_SHARED: Final = re.compile(r"kvbaton-[a-z][a-z_-]*-(?P<pid>[1-9]\d{0,6})-[\w-]+")
+#: The process namespace of the system itself, from which every process is seen.
+_ALL_PROCESSES: Final = 4026531836
 #: Ours by the name, and nobody can say whose.
 _UNSAID: Final = re.compile(r"\.?kvbaton-[\w-]+")
 
@@ -106,7 +110,7 @@ def clean(places: Places, *, dry_run: bool) -> list[Outcome]:
 def _found(places: Places) -> Iterator[Leftover]:
     for folder in places.folders:
         for path in _entries(folder):
-            if named := _DIRECTORY.fullmatch(path.name):
+            if (named := _DIRECTORY.fullmatch(path.name)) and _private(path):
                 yield Leftover(path, "control directory", int(named["pid"]), (path,))
             elif _UNSAID.fullmatch(path.name):
                 yield Leftover(path, "folder or file of that name")
@@ -117,9 +121,18 @@ def _found(places: Places) -> Iterator[Leftover]:
             yield Leftover(path, "shared memory")
     for folder in places.keys:
         for path in _entries(folder):
-            if named := _DIRECTORY.fullmatch(path.name):
+            if (named := _DIRECTORY.fullmatch(path.name)) and _private(path):
                 yield Leftover(path, "keys being made", int(named["pid"]), (path,))
     yield from places.plugins()
+
+
+def _private(path: Path) -> bool:
+    """Whether its mode is that of what we make, where it is a directory."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and stat.S_IMODE(mode) == 0o700)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -159,8 +172,12 @@ def _settle(leftover: Leftover, places: Places, *, dry_run: bool) -> Outcome | N
         for lock in leftover.locks:
             if (refused := _locked(lock, held, places.user)) is not None:
                 return outcome("kept", refused)
-        if not leftover.locks and (user := _user_of(status, places)) is not None:
-            return outcome("kept", f"process {user} has it open")
+        if not leftover.locks:
+            if not _sees_all(places):
+                why = "this container sees its own processes only, and those of another may have it open"
+                return outcome("kept", f"{why}: remove it from the host")
+            if (user := _user_of(status, places)) is not None:
+                return outcome("kept", f"process {user} has it open")
         why = (
             f"process {leftover.pid} is gone" if leftover.pid is not None else "nobody holds its lock"
         ) + (", and its lock is free" if leftover.pid is not None and leftover.locks else "")  # fmt: skip
@@ -213,6 +230,15 @@ def _locked(path: Path, held: ExitStack, user: int) -> str | None:
     except OSError as error:
         return f"its lock cannot be tried: {error.strerror}"
     return None
+
+
+def _sees_all(places: Places) -> bool:
+    """Whether ``proc`` has every process of the system, so that a number that is not there is nobody's."""
+    try:
+        inode = re.search(r"\d+", str((places.proc / "self/ns/pid").readlink()))
+    except OSError:
+        return True  # a kernel that has one namespace only
+    return inode is not None and int(inode[0]) == _ALL_PROCESSES
 
 
 def _user_of(status: os.stat_result, places: Places) -> int | None:

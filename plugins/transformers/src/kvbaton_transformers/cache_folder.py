@@ -25,5 +25,6 @@ def leftovers() -> list[Leftover]:
     from kvbaton.doctor.leftovers import Leftover
 
     folder = cache_folder() / CONVERTED
-    locks = tuple(sorted(folder.glob("*.lock")))
-    return [Leftover(path, "half converted model", locks=locks) for path in sorted(folder.glob(f"{CONVERTING}*"))]
+    halves = sorted(folder.glob(f"{CONVERTING}*"))
+    locks = tuple(sorted(folder.glob("*.lock")))  # afterwards: whoever has begun one of them had its lock before
+    return [Leftover(path, "half converted model", locks=locks) for path in halves]
