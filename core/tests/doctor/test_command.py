@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from kvbaton.cli.app import app
 from kvbaton.connector import Lane
 from kvbaton.doctor.examination import Chosen, Report, Transport
 from kvbaton.doctor.gpus import Gpu
-from kvbaton.doctor.leftovers import Outcome
+from kvbaton.doctor.leftovers import Leftover, Outcome
 from kvbaton.doctor.machine import Port, notes, read_machine
 from kvbaton.doctor.trial import Measured, Trial
 from kvbaton.doctor.verdict import Finding, Verdict
@@ -142,6 +143,20 @@ def test_what_became_of_leftovers_is_shown(monkeypatch):
     assert json.loads(kvbaton("--clean", "--json").stdout)[2]["fate"] == "failed"
     nothing = kvbaton("--clean", "--dry-run")
     assert (nothing.exit_code, nothing.stdout) == (0, "nothing was left behind\n")
+
+
+@pytest.mark.parametrize(
+    "answer", ["/home", ["/home"], [Leftover("/home", "a folder", 1)], [Leftover(Path("home"), "a folder", 1)],
+               [Leftover(Path("/home"), "a folder", "1")], [Leftover(Path("/home"), "a folder", locks="/lock")], 1]
+)  # fmt: skip
+def test_what_is_no_leftover_is_passed_over(monkeypatch, answer, tmp_path):
+    plugin = SimpleNamespace(leftovers=lambda: answer)
+    entry = SimpleNamespace(name="odd", load=lambda: plugin)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry] if group.endswith("engines") else [])
+    told = []
+    monkeypatch.setattr(command, "say", told.append)
+    assert command._of_plugins() == []
+    assert "odd could not say what it leaves behind: TypeError" in told[0]
 
 
 def test_interrupted_it_ends_with_its_children():

@@ -44,7 +44,9 @@ def only(report):
 def test_a_transport_that_works_is_fit():
     progress = []
     settings, _ = load(overrides={"model": "x", "transport.name": DATAGRAMS})
-    report = examine(settings, named="argument", machine=MACHINE, attempt=QUICK, progress=progress.append)
+    report = examine(
+        settings, named="argument", machine=MACHINE, attempt=partial(QUICK, bound=10.0), progress=progress.append
+    )
     found = only(report)
     assert (report.exit_status, report.chosen.standing, report.chosen.by) == (0, "fit", "argument")
     assert [(one.nbytes, one.source) for one in found.trial.measured] == [
@@ -213,7 +215,16 @@ def test_what_the_plugin_advises_is_told_and_counts():
     assert (options, found.memory, found.rate, found.lanes) == ("options", "cuda", 0.5e9, (lane,))
 
 
-@pytest.mark.parametrize("advice", [lambda options, found: 1 / 0, lambda options, found: None], ids=["raises", "none"])
+NO_ADVICE = {
+    "raises": lambda options, found: 1 / 0,
+    "none": lambda options, found: None,
+    "words": lambda options, found: ["use it"],
+    "level": lambda options, found: [Advice("fatal", "stop")],
+    "text": lambda options, found: [Advice("degraded", None)],
+}
+
+
+@pytest.mark.parametrize("advice", NO_ADVICE.values(), ids=NO_ADVICE)
 def test_advice_that_fails_is_a_note_and_the_rate_counts(advice):
     verdict = judge("mine", Advised(advice), None, measured(9e9), MACHINE)
     assert verdict.standing == "fit"
@@ -231,6 +242,16 @@ def test_lanes_that_cannot_be_found_out_are_no_verdict():
     found = attempt(DATAGRAMS, plugin, Plugin.Options(), "host", sizes=(4096,))
     assert found.lanes_reason == "no lane"
     assert found.failure is None
+
+
+@pytest.mark.parametrize("lane", ["tcp", Lane("write", "cuda", "cuda", 0, "more", "tcp/lo"), None])
+def test_lanes_that_are_none_are_no_verdict(lane):
+    plugin = Plugin()
+    plugin.lanes = lambda options, kind: [lane]
+    trial = attempt(DATAGRAMS, plugin, Plugin.Options(), "host", sizes=(4096,), bound=2.0)
+    assert "Lane" in trial.lanes_reason
+    assert trial.lanes == ()
+    assert trial.failure is None
 
 
 def sorry(options, kind):

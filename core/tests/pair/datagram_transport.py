@@ -59,6 +59,8 @@ class Connector(ConnectorBase):
 
     def __init__(self, peer, fault):
         self.me, self.fault = peer, fault
+        if fault == "half":
+            self.capabilities = Capabilities(cross_process=True, max_segments=0.5)
         self.address = f"\0kvbaton-test-{os.getpid()}-{next(_numbers)}"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.address)
@@ -88,6 +90,8 @@ class Connector(ConnectorBase):
             signal.pause()
         if self.fault == "raise":
             raise RuntimeError("no more descriptors")
+        if self.fault == "surrogate":
+            raise RuntimeError("no file \udcff")
         if self.fault == "die" and chunk.nbytes > 1 << 16:
             os.kill(os.getpid(), signal.SIGKILL)
         words = []

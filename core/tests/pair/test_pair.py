@@ -97,6 +97,8 @@ def test_segments_outside_of_memory_are_refused_before_anybody_is_asked():
     [
         ("refuse", "refused", "cannot connect to decode-0.*no route to there"),
         ("raise", "failed", "prefill-0: .*no more descriptors"),
+        ("half", "failed", "prefill-0: what it answers in opening is not what it should be: .*max_segments"),
+        ("surrogate", "failed", r"prefill-0: its answer cannot be sent: UnicodeEncodeError: .*udcff"),
         ("hang", "hung", r"prefill-0: its process hangs in sending, in submit \(datagram_transport.py:\d+\)"),
         ("die", "died", r"prefill-0: its process died in sending \(killed by SIGKILL\)"),
         ("target dies", "died", r"decode-0: its process died in \w+ \(exit status 3\)"),

@@ -18,6 +18,7 @@ from rich.table import Table
 from kvbaton.cli.faults import FAILED, OK, say
 from kvbaton.cli.interrupt import Interrupt
 from kvbaton.connector import MemoryKind
+from kvbaton.doctor import foreign
 from kvbaton.doctor.examination import Progress, Report, Transport, examine
 from kvbaton.doctor.leftovers import Leftover, Outcome, Places, clean, folders
 from kvbaton.doctor.machine import Machine, Note
@@ -70,7 +71,7 @@ def _of_plugins() -> list[Leftover]:
         for entry in entry_points(group=group):
             try:
                 ask = getattr(entry.load(), "leftovers", None)
-                found += ask() if ask is not None else []
+                found += foreign.leftovers(ask()) if ask is not None else []
             except Exception as error:
                 say(f"{entry.name} could not say what it leaves behind: {type(error).__name__}: {error}")
     return found

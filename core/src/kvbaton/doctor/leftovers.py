@@ -36,7 +36,7 @@ from typing import Final, Literal
 
 import msgspec
 
-#: Directories of one process, which holds a lock on them.  No more than that: ``kvbaton-20260412-results`` is somebody's.
+#: Directories of one process, which holds a lock on them.  As ``kvbaton-2026-results`` is not.
 _DIRECTORY: Final = re.compile(r"\.?kvbaton-(?P<pid>[1-9]\d{0,6})-[a-z0-9_]{8}")
 #: Objects in shared memory.
 _SHARED: Final = re.compile(r"kvbaton-[a-z][a-z_-]*-(?P<pid>[1-9]\d{0,6})-[\w-]+")

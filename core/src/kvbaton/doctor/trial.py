@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind, Reach
+from kvbaton.doctor import foreign
 from kvbaton.errors import KvbatonError
 from kvbaton.pair import Bounds, Moved, Pair, PairFailed, Way, open_pair
 from kvbaton.quantities import size
@@ -145,7 +146,7 @@ def _lanes(
         return (), ""
     progress("looking which ways it takes")
     try:
-        return tuple(ask(options, memory)), ""
+        return tuple(foreign.values(ask(options, memory), Lane)), ""
     except Exception as error:  # foreign code, and what it could not find out is no verdict on what it can
         return (), str(error)
 

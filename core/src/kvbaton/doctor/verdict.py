@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from kvbaton.connector import Advice, ConnectorPlugin, SelfTest
+from kvbaton.doctor import foreign
 from kvbaton.doctor.machine import Machine
 from kvbaton.doctor.trial import Trial
 from kvbaton.quantities import duration, rate
@@ -114,7 +115,7 @@ def _advice(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, mach
         _reach(machine, trial), None if machine.may_ptrace else machine.ptrace_scope,
     )  # fmt: skip
     try:
-        return list(ask(options, found))
+        return foreign.values(ask(options, found), Advice)
     except Exception as error:
         return [Advice("note", f"the plugin {name} could not say what to expect: {type(error).__name__}: {error}")]
 

@@ -334,7 +334,11 @@ class _Main:
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 answer = Failed("failed", text, traceback.format_exc())
-            self._control.send(answer)
+            try:
+                self._control.send(answer)
+            except (TypeError, ValueError, OverflowError) as error:  # a text or a value that is no message's
+                text = f"its answer cannot be sent: {type(error).__name__}: {error!a}"
+                self._control.send(Failed("failed", text))
             if isinstance(order, Close):
                 return
 

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import msgspec
+
 from kvbaton.errors import TransportError
 from kvbaton.launch.exit_status import describe
 from kvbaton.pair.words import Answer, Close, Failed, Frames, Order
@@ -103,6 +105,11 @@ class EndProcess:
             raise self._hung(order, bound) from None
         except EOFError:
             raise self._died(order) from None
+        except msgspec.MsgspecError as error:  # what a transport declares is part of some
+            raise PairFailed(
+                f"{self.name}: what it answers in {_doing(order)} is not what it should be: {error}",
+                cause="failed", end=self.name, said=self.said(),
+            ) from error  # fmt: skip
         if isinstance(answer, Failed):
             raise PairFailed(
                 f"{self.name}: {answer.text}", cause=answer.cause, end=self.name, said=self.said() or answer.trace
