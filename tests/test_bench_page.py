@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from kvbaton.bench.circumstances import machine, versions
 from kvbaton.bench.handoffs import HandOffs
 from kvbaton.bench.measured import SCHEMA, Measured
 from kvbaton.bench.models import find
-from kvbaton.bench.results import Spread, machine, versions
+from kvbaton.bench.spread import Spread
 from kvbaton.bench.traffic import Traffic
 from kvbaton.bench.wire import Beside, Carried
 

@@ -1,12 +1,10 @@
 """Whether memory is there is found out, and said, before any is allocated."""
 
-import os
-import stat
-
 import pytest
 
 from kvbaton.bench import room
 from kvbaton.bench.room import Need, check, device_free, host_free
+from kvbaton.doctor.gpus import Gpu, GpuReport
 from kvbaton.errors import SettingsError
 
 GiB = 1 << 30
@@ -63,17 +61,16 @@ def test_a_containers_limit_counts(tmp_path):
 
 @pytest.mark.parametrize(
     ("visible", "device", "free"),
-    [(None, 1, 200), ("1", 0, 200), ("GPU-aaa", 0, 100), ("1,0", 1, 100), ("0", 1, None)],
+    [(None, 1, 200), ("1", 0, 200), ("GPU-aaa", 0, 100), ("1,0", 1, 100), ("0", 1, None), (",", 0, None)],
 )
-def test_a_devices_free_memory_as_this_process_counts(tmp_path, monkeypatch, visible, device, free):
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-aaa-1, 100'\necho '1, GPU-bbb-2, 200'\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_a_devices_free_memory_as_this_process_counts(visible, device, free):
+    gpus = tuple(
+        Gpu(index, "H200", 1 << 40, nbytes, uuid, "default", False)
+        for index, (uuid, nbytes) in enumerate([("GPU-aaa-1", 100), ("GPU-bbb-2", 200)])
+    )
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert device_free(device, environment) == (None if free is None else free << 20)
+    assert device_free(device, environment, lambda: GpuReport(gpus)) == free
 
 
-def test_a_device_that_nobody_can_ask_about_is_unknown(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert device_free(0, {}) is None
+def test_a_device_that_nobody_can_ask_about_is_unknown():
+    assert device_free(0, {}, GpuReport) is None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbaton.bench.engine import NAME, BenchOptions
-from kvbaton.bench.results import Spread
+from kvbaton.bench.spread import Spread
 from kvbaton.bench.traffic import Traffic
 from kvbaton.engine import Request, SamplingParams
 from kvbaton.errors import TransferFailed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbaton.bench.measured import Measured
-from kvbaton.bench.results import Spread
+from kvbaton.bench.spread import Spread
 from kvbaton.errors import SettingsError
 from kvbaton.quantities import size
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbaton.bench import handoffs, room, wire
+from kvbaton.bench.circumstances import machine, versions
 from kvbaton.bench.measured import Measured
-from kvbaton.bench.results import machine, significant, versions
+from kvbaton.bench.spread import significant
 from kvbaton.bench.traffic import Traffic
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError

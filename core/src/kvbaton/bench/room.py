@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbaton.doctor.gpus import GpuReport, read_gpus
 from kvbaton.errors import SettingsError
 from kvbaton.quantities import size
 
@@ -69,26 +69,21 @@ def shm_free(folder: str = "/dev/shm") -> int | None:
         return None
 
 
-def device_free(device: int, environment: Mapping[str, str] | None = None) -> int | None:
+def device_free(
+    device: int, environment: Mapping[str, str] | None = None, gpus: Callable[[], GpuReport] = read_gpus
+) -> int | None:
     """Bytes that are free on the CUDA device of that number, as a process with this environment counts.
 
-    Asked of ``nvidia-smi``: a context of our own would take memory, and stay.
+    Asked of the management library: a context of our own would take memory, and stay.
     """
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines() if line.count(",") == 2]
+    found = gpus().gpus
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else [row[0] for row in rows]
-    if device >= len(names):
+    names = [name.strip() for name in visible.split(",")] if visible else [str(gpu.index) for gpu in found]
+    if device >= len(names) or not names[device]:
         return None  # whoever opens it says so better
-    for index, uuid, free in rows:
-        if names[device] == index or uuid.startswith(names[device]):
-            return int(free) << 20 if free.isdigit() else None
+    for gpu in found:
+        if names[device] == str(gpu.index) or gpu.uuid.startswith(names[device]):
+            return gpu.memory_free
     return None
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbaton.bench.results import Spread
+from kvbaton.bench.spread import Spread
 from kvbaton.connector import MemoryKind, Reach
 from kvbaton.pair import Bounds, PairFailed, Way, open_pair
 from kvbaton.segments import Segments

@@ -19,7 +19,7 @@ from kvbaton.bench.handoffs import HandOffs
 from kvbaton.bench.measured import Measured
 from kvbaton.bench.models import find, with_numbers
 from kvbaton.bench.plan import Plan, carry_out
-from kvbaton.bench.results import Spread
+from kvbaton.bench.spread import Spread
 from kvbaton.bench.traffic import Layout, Traffic
 from kvbaton.bench.wire import Carried
 from kvbaton.cli.interrupt import Interrupt

@@ -30,8 +30,6 @@ PHASES: Final = {
     "decode": "D makes tokens",
     "retire": "over for the caller; D gives its memory back",
 }
-#: Of a request that ended early: the phase in which it did, from its beginning on.
-LAST: Final = "retire"
 
 
 class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
