@@ -26,7 +26,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -147,8 +147,18 @@ class Trace:
         """What is known by now."""
         from kvbaton.observe.placing import place  # only here is it needed
 
+        with self._lock:  # copied, so that nobody's hook waits while it is put together
+            requests = [
+                replace(seen, handoffs=[replace(handoff, heard=dict(handoff.heard)) for handoff in seen.handoffs])
+                for seen in self._requests.values()
+            ]
+            lives = {peer: replace(life, events=life.events.copy()) for peer, life in self._lives.items()}
+            missing = self._missing
+        timeline = place(requests, lives.values(), self._began, missing, self._about)
         with self._lock:
-            return place(self._requests.values(), self._lives.values(), self._began, self._missing, self._about)
+            for peer, life in lives.items():
+                self._lives[peer].unreadable = life.unreadable
+        return timeline
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write what is known by now: the whole file, or nothing.
