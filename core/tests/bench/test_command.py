@@ -128,13 +128,12 @@ def test_ctrl_c_leaves_no_process(part):
     )  # fmt: skip
     try:
         here = psutil.Process(child.pid)
-        busy = 2.0 if part == "transport" else 1.0
         with child:
             while child.poll() is None:  # the test's own timeout bounds it
                 ends = here.children(recursive=True)
-                if part == "handoff" and here.num_threads() > 5:
+                if part == "handoff" and here.num_threads() > 5:  # both stages run
                     break
-                if part == "transport" and ends and sum(end.cpu_times().user for end in ends) > busy / 4:
+                if part == "transport" and ends and sum(end.cpu_times().user for end in ends) > 0.5:  # bytes move
                     break
                 try:
                     child.wait(0.05)

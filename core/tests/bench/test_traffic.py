@@ -6,6 +6,7 @@ import pytest
 from kvbaton.bench.models import Model, find
 from kvbaton.bench.traffic import FINAL, KV, Traffic
 from kvbaton.errors import SettingsError
+from kvbaton.pair.batches import batched
 
 SMALL = Model("small", layers=3, kv_heads=2, head_dim=4, dtype="float16", hidden=5)
 
@@ -34,7 +35,7 @@ def test_every_byte_travels_once(model, layout, scattered):
 def test_the_shapes_of_a_known_model(layout, count, length):
     traffic = Traffic(find("llama-8b"), layout=layout)
     assert (len(traffic.segments[0]), traffic.segment_bytes) == (count, length)
-    chunks = traffic.chunks(64 << 20, 1 << 16)
+    chunks = batched(*traffic.segments, 64 << 20, 1 << 16, 1)
     assert sum(len(source) for source, _ in chunks) == count
     assert len(chunks) == 5
 

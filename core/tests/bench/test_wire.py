@@ -8,6 +8,7 @@ import pytest
 from kvbaton.bench import wire
 from kvbaton.bench.models import Model
 from kvbaton.bench.traffic import Traffic
+from kvbaton.pair.batches import batched
 
 TRAFFIC = Traffic(Model("small", layers=3, kv_heads=2, head_dim=16, hidden=5), 64, 4)
 
@@ -37,7 +38,7 @@ def test_kvbaton_beside_a_copy_and_a_baseline():
     found = wire.measure(of, regions, *TRAFFIC.segments, 0.2, lambda what, share: told.append(share))
     assert of.notes == []
     assert (found.nbytes, found.segments) == (TRAFFIC.request_bytes, len(TRAFFIC.segments[0]))
-    assert found.chunks == len(TRAFFIC.chunks(4096, 1 << 16)) > 2
+    assert found.chunks == len(batched(*TRAFFIC.segments, 4096, 1 << 16, 1)) > 2
     assert found.baseline.name == "raw copies"
     runs = found.rate.count
     assert {found.latency.count, found.copy.count, found.baseline.rate.count, found.of_baseline.count} == {runs}

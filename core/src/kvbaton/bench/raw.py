@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 from kvbaton.bench.baseline import Baseline
 from kvbaton.connector import MemoryKind, Need, Reach
 from kvbaton.errors import TransportError
-from kvbaton.pair.end import End, batched
+from kvbaton.pair.batches import batched
+from kvbaton.pair.end import End
 from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
 

@@ -1,4 +1,4 @@
-"""One request's KV as a hand-off sees it: where its blocks lie on either side, and the chunks that carry them.
+"""One request's KV as a hand-off sees it: where its blocks lie on either side, and the segments that carry them.
 
 The segments are those that core's own planner makes of block tables (:class:`~kvbaton.geometry.KVMap`), so that their
 size and count are what the framework would move for this model, this block size and this layout.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvbaton.bench.models import Model
 from kvbaton.errors import SettingsError
 from kvbaton.geometry import Component, KVGeometry, KVMap, Plane
-from kvbaton.segments import Segments, coalesce, joined, split
+from kvbaton.segments import Segments, coalesce, joined
 
 #: ``block``: all layers of a block lie together, K and V apart, as in ``[block, layer, token, ...]`` (the reference
 #: engine).  ``layer``: every layer has a tensor of its own, as in vLLM: more and smaller segments.
@@ -130,7 +130,3 @@ class Traffic:
     def segment_bytes(self) -> int:
         """Of most segments; the final payload is another one."""
         return int(np.median(self.segments[0].length))
-
-    def chunks(self, chunk_bytes: int, chunk_segments: int, alignment: int = 1) -> list[tuple[Segments, Segments]]:
-        """Of one request, in the batches in which the framework would submit them."""
-        return split(*self.segments, chunk_bytes, chunk_segments, alignment=alignment)

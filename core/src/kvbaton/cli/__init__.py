@@ -1,7 +1,8 @@
-"""The command line: ``kvbaton run``, ``kvbaton plugins``, ``kvbaton config``.
+"""The command line, ``kvbaton``: :mod:`kvbaton.cli.app` has its commands.
 
 stdout carries the answer and nothing else; progress and logs go to stderr.  Exit status: 0 done; 1 a request failed, or
 ``--compare`` found a difference; 2 bad configuration or input; 130 interrupted, by Ctrl-C or SIGTERM.
+``kvbaton doctor`` ends with its verdict: 0 fit, 1 degraded, 2 unusable.
 """
 
 from __future__ import annotations

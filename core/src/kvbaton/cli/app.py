@@ -412,8 +412,8 @@ def bench_command(
         str,
         typer.Option("--layout", metavar="HOW", help="block: all layers of a block together; layer: a tensor each."),
     ] = "block",
-    fragmented: Annotated[
-        bool, typer.Option("--fragmented/--contiguous", help="Where a request's blocks lie in the cache.")
+    scattered: Annotated[
+        bool, typer.Option("--scattered/--contiguous", help="Where a request's blocks lie in the cache.")
     ] = True,
     chunk_bytes: Annotated[
         str | None, typer.Option("--chunk-bytes", metavar="SIZE", help="The setting transfer.chunk_bytes, as 64MiB.")
@@ -445,7 +445,7 @@ def bench_command(
         single = {"--transport": name, "--chunk-bytes": chunk_bytes}
         settings, _ = _settings(config, single, transport_option, (), assign, {"model": "(not set)"})
         flags = bench.Flags(
-            memory, part, like, layers, kv_heads, head_dim, dtype, tokens, block, layout, fragmented, requests,
+            memory, part, like, layers, kv_heads, head_dim, dtype, tokens, block, layout, scattered, requests,
             at_once, seconds, sweep,
         )  # fmt: skip
         bench.bench(bench.plan(settings, flags), as_json=as_json, plot=plot)

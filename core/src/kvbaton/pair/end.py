@@ -32,6 +32,7 @@ from kvbaton.errors import KvbatonError, TransportError
 from kvbaton.guard import GuardedConnector, GuardLimits, GuardProgress
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.launch.entry import resolve
+from kvbaton.pair.batches import batched
 from kvbaton.pair.memory import Bytes, Memory
 from kvbaton.pair.words import (
     Answer,
@@ -55,7 +56,7 @@ from kvbaton.pair.words import (
     Watch,
 )
 from kvbaton.plugins import choose_connector
-from kvbaton.segments import Segments, split
+from kvbaton.segments import Segments
 
 _TIME = struct.Struct("<d")
 #: Seconds between two polls while nothing is asked: a transport may have to answer its peer.
@@ -296,13 +297,6 @@ class End:
     def close(self) -> None:
         self.guard.close()
         self.memory.free()
-
-
-def batched(
-    reads: Segments, writes: Segments, chunk_bytes: int, chunk_segments: int, alignment: int
-) -> list[tuple[Segments, Segments]]:
-    """What a move is made of; no segments at all are one empty chunk: a receipt without bytes."""
-    return split(reads, writes, chunk_bytes, chunk_segments, alignment=alignment) or [(reads, writes)]
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

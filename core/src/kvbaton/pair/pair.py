@@ -13,6 +13,7 @@ from typing import Any, cast
 from kvbaton.connector import Capabilities, MemoryKind, Reach
 from kvbaton.errors import LocalProtocolError
 from kvbaton.identity import new_transfer_id
+from kvbaton.pair.batches import batched
 from kvbaton.pair.process import GRACE, Cause, EndProcess, PairFailed
 from kvbaton.pair.words import (
     Call,
@@ -107,8 +108,6 @@ class Way:
         Raises :class:`PairFailed`, also where it is not over within ``bound`` seconds in all;
         :class:`~kvbaton.errors.SegmentError` for lists that do not fit each other or the regions.
         """
-        from kvbaton.pair.end import batched
-
         able = self._pair.capabilities
         chunk_bytes = min(chunk_bytes, able.max_chunk_bytes)
         chunk_segments = min(chunk_segments or able.max_segments, able.max_segments)
