@@ -80,11 +80,11 @@ add("an-unknown-control-call-is-not-answered", "a call that a stage does not kno
     edit(Stage._call, "            self._reply(call, None, f\"C9.2: no method {method!r}; there are {known}\")\n",
          "            pass\n"))  # fmt: skip
 add("a-failed-import-is-forgotten", "an import that raises is reported to nobody", "C6.3 C6.1",
-    edit(EngineLoop._carry_out, "            self._report(CommandFailed(subject, error))\n", "            pass\n"))  # fmt: skip
+    edit(EngineLoop._obey, "            self._report(CommandFailed(subject, error))\n", "            pass\n"))  # fmt: skip
 add("a-step-that-raises-is-forgotten", "a step that raises is reported to nobody", "C6.3 C6.1",
     edit(EngineLoop._step, "self._break(error)", "pass"))  # fmt: skip
 add("an-import-is-not-checked", "a queued import is done whatever has become of the transfer", "C1.3 C5.3",
-    edit(EngineLoop._carry_out, "if begin(transfer):  # C1.3", "if begin(transfer) or True:"))  # fmt: skip
+    edit(EngineLoop._obey, "if begin(transfer):  # C1.3", "if begin(transfer) or True:"))  # fmt: skip
 
 # -- planning --------------------------------------------------------------------------------------------------------
 
