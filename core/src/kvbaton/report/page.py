@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from kvbaton.observe.timeline import PHASES, RequestLine, Timeline
-from kvbaton.quantities import duration, milliseconds, plural, size
+from kvbaton.quantities import duration, milliseconds, plural, rate, size
 from kvbaton.report import figures, pictures
 from kvbaton.report.style import STYLE
 
@@ -176,7 +176,7 @@ def _bytes(timeline: Timeline) -> str:
         return "<p>Nothing was seen on its way.</p>"
     rows = [
         (f"{way.source} → {way.destination}", f"{way.chunks}", size(way.nbytes), f"{way.segments:,}",
-         f"{size(way.rate)}/s", milliseconds(way.on_the_way.p50), milliseconds(way.on_the_way.p99),
+         rate(way.rate), milliseconds(way.on_the_way.p50), milliseconds(way.on_the_way.p99),
          milliseconds(way.on_the_way.most), milliseconds(way.room.most), f"{way.refused}")
         for way in ways
     ]  # fmt: skip
