@@ -25,6 +25,14 @@ from kvbaton.service import Answer
 
 T = TransferId("1" * 32)
 P, D = PeerId("prefill-0", 1), PeerId("decode-0", 2)
+#: A transport between processes that needs no other distribution.
+DATAGRAMS = "datagram_transport:plugin"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the stages' processes, too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "pair"))
 
 
 def settings(**more: object) -> Settings:
@@ -105,7 +113,7 @@ def names(document: Mapping[str, Any], kind: str) -> set[str]:
 def test_a_hand_off_can_be_followed_from_the_first_word_to_the_last(launch: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     with PDRuntime.start(settings(
-        stages__launch=launch, transport__name="auto" if launch == "process" else "loopback", trace__path=str(path),
+        stages__launch=launch, transport__name=DATAGRAMS if launch == "process" else "loopback", trace__path=str(path),
     )) as runtime:  # fmt: skip
         serve(runtime, 6)
     document = json.loads(path.read_text())
@@ -259,7 +267,8 @@ def test_a_dead_stage_loses_only_what_was_not_read(tmp_path: Path) -> None:
 def test_a_stage_that_is_killed_costs_the_trace_its_own_part_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     with PDRuntime.start(settings(
-        stages__launch="process", transport__name="auto", stages__decode=2, trace__path=str(path), recovery__mode="off",
+        stages__launch="process", stages__decode=2, transport__name=DATAGRAMS, recovery__mode="off",
+        trace__path=str(path),
     )) as runtime:  # fmt: skip
         serve(runtime, 8)
         (trace,) = runtime._traces
