@@ -8,7 +8,7 @@
     trace.write("out.json")
 
 With the setting ``trace.path`` (``--trace``) a runtime makes one by itself and writes it when it closes.  The stages
-note what they do (``kvbaton.stage.tracing``) and are read every second by generic control, which disturbs no
+note what they do (``kvbaton.stage.tracing``) and are read every so often by generic control, which disturbs no
 transfer (C9.2); what the coordinator knows comes by hooks.  A stage that dies takes with it what was not read yet, and
 nothing else; what it answers is believed only as far as it can be read (C9.3).  Memory is bounded: of each stage the
 newest ``events`` are kept, and of requests a number in proportion.
@@ -49,7 +49,7 @@ EVENTS: Final = 200_000
 #: A request makes so many events at a stage, at least.
 _PER_REQUEST: Final = 20
 #: Seconds between two readings of the stages.
-_PERIOD: Final = 1.0
+_PERIOD: Final = 0.25
 
 
 class Reply(Protocol):
