@@ -18,7 +18,7 @@ from kvbaton import PDRuntime, Request, SamplingParams, Settings, load, tracing
 from kvbaton.errors import SettingsError, TraceNotWritten, TraceUnreadable
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.observe import perfetto, timeline
-from kvbaton.observe.placement import Placement
+from kvbaton.observe.clock_offset import ClockOffset
 from kvbaton.observe.trace import Trace
 from kvbaton.records import RequestRecord
 from kvbaton.service import Answer
@@ -320,14 +320,14 @@ def test_a_request_that_began_again_has_both_generations_on_its_track() -> None:
 
 
 def test_two_clocks_are_placed_by_the_messages_between_them() -> None:
-    same, far = Placement(), Placement()
+    same, far = ClockOffset(), ClockOffset()
     assert same.learn(10.0, 10.2, 10.3)
-    assert (same.distance, same.doubt) == (0.0, 0.0)
+    assert (same.seconds, same.doubt) == (0.0, 0.0)
     assert far.learn(10.0, 110.4, 11.0)
     assert far.learn(20.0, 120.1, 20.2)
-    assert far.distance == pytest.approx(100.0, abs=far.doubt)
+    assert far.seconds == pytest.approx(100.0, abs=far.doubt)
     assert far.doubt == pytest.approx(0.1)
-    assert not far.learn(30.0, 131.0, 30.1), "it has drifted: another placement must begin"
+    assert not far.learn(30.0, 131.0, 30.1), "it has drifted: another estimate must begin"
 
 
 def test_a_host_with_another_clock_stands_where_its_messages_put_it() -> None:

@@ -38,7 +38,7 @@ from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.observe import perfetto
 from kvbaton.observe.causes import ending_of
-from kvbaton.observe.placement import Placement
+from kvbaton.observe.clock_offset import ClockOffset
 from kvbaton.observe.timeline import Timeline
 from kvbaton.records import RequestRecord
 
@@ -94,15 +94,15 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One life of a stage, and what it has noted; each event, as it came, with the placement that it was read under.
+    """One life of a stage, and what it has noted; each event, as it came, with the clock offset that it was read under.
 
     ``malformed``: answers, and events too large, that nobody can read; ``unreadable``: of ``events``, as found when
-    they were last placed.
+    they were last assembled.
     """
 
     peer: PeerId
-    events: deque[tuple[Placement, bytes]]
-    placement: Placement = field(default_factory=Placement)
+    events: deque[tuple[ClockOffset, bytes]]
+    offset: ClockOffset = field(default_factory=ClockOffset)
     read: int = 0
     dropped: int = 0
     malformed: int = 0
@@ -145,7 +145,7 @@ class Trace:
 
     def timeline(self) -> Timeline:
         """What is known by now."""
-        from kvbaton.observe.placing import place  # only here is it needed
+        from kvbaton.observe.assembly import assemble  # only here is it needed
 
         with self._lock:  # copied, so that nobody's hook waits while it is put together
             requests = [
@@ -154,7 +154,7 @@ class Trace:
             ]
             lives = {peer: replace(life, events=life.events.copy()) for peer, life in self._lives.items()}
             missing = self._missing
-        timeline = place(requests, lives.values(), self._began, missing, self._about)
+        timeline = assemble(requests, lives.values(), self._began, missing, self._about)
         with self._lock:
             for peer, life in lives.items():
                 self._lives[peer].unreadable = life.unreadable
@@ -254,15 +254,15 @@ class Trace:
                 life.malformed += 1
                 life.note = f"an answer that is none: {error}"
                 return False
-            if not life.placement.learn(reply.asked, page.now, reply.heard):
-                life.placement = Placement()
-                life.placement.learn(reply.asked, page.now, reply.heard)
+            if not life.offset.learn(reply.asked, page.now, reply.heard):
+                life.offset = ClockOffset()
+                life.offset.learn(reply.asked, page.now, reply.heard)
             # what they say is looked at when somebody wants to know, not while requests run
             events = [data for data in page.events if len(data) <= tracing.MAX_EVENT_BYTES]
             life.malformed += len(page.events) - len(events)
             life.read += len(events)
             life.dropped = page.dropped
-            life.events.extend((life.placement, data) for data in events)
+            life.events.extend((life.offset, data) for data in events)
             return page.more and bool(page.events)
 
     def _life(self, peer: PeerId) -> Life:

@@ -60,7 +60,7 @@ class _Found:
     pieces: dict[int, _Piece] = field(default_factory=dict)
 
 
-def place(
+def assemble(
     requests: Iterable[Seen], lives: Iterable[Life], wall: float, missing: int, about: Mapping[str, str]
 ) -> Timeline:
     """``wall``: what the wall clock shows at second 0 of this process's monotonic one."""
@@ -115,8 +115,8 @@ def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> S
         return labels.get(transfer, transfer[:8])
 
     life.unreadable = 0
-    for placement, data in life.events:
-        off = placement.distance
+    for offset, data in life.events:
+        off = offset.seconds
         event = tracing.decode(data)
         match event:
             case None:  # it takes no other with it (C9.3)
@@ -147,7 +147,7 @@ def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> S
     note = life.note or (f"{unread} answers or events could not be read" if unread else "")
     return StageLine(
         life.peer.name, life.peer.epoch, role, steps, commands, held, life.lost, life.fenced, life.cause,
-        max((placement.doubt for placement in {id(p): p for p, _ in life.events}.values()), default=0.0), lost, note,
+        max((offset.doubt for offset in {id(p): p for p, _ in life.events}.values()), default=0.0), lost, note,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Where another process's clock stands, as far as messages tell.
+"""By how much another process's clock is ahead of ours, as far as messages tell.
 
 A stage answered after it was asked and before it was heard: its clock, at that moment, showed what it says.  Every
-answer so bounds the distance of the two clocks, and all of them together bound it best.  On one host both clocks are
-the system's one, the distance is nothing, and no answer ever speaks against that.
+answer so bounds the offset of the two clocks, and all of them together bound it best.  On one host both clocks are
+the system's one, the offset is nothing, and no answer ever speaks against that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 
 
-class Placement:
-    """The distance of one clock from ours, in seconds, between :attr:`least` and :attr:`most`."""
+class ClockOffset:
+    """How far one clock is ahead of ours, in seconds, between :attr:`least` and :attr:`most`."""
 
     __slots__ = ("least", "most")
 
@@ -22,7 +22,7 @@ class Placement:
         """Take one answer into account: ``answered`` on its clock, the others on ours.
 
         False, and nothing learnt, where it contradicts what is known: the clocks have drifted apart since, and another
-        placement must begin.
+        estimate must begin.
         """
         least, most = max(self.least, answered - heard), min(self.most, answered - asked)
         if least > most:
@@ -31,7 +31,7 @@ class Placement:
         return True
 
     @property
-    def distance(self) -> float:
+    def seconds(self) -> float:
         """To be taken from its times to have ours.  Nothing where that may be, for two clocks of two hosts do not
         agree to a message's time by chance.
         """
@@ -41,5 +41,5 @@ class Placement:
 
     @property
     def doubt(self) -> float:
-        """By how much :attr:`distance` may be wrong."""
+        """By how much :attr:`seconds` may be wrong."""
         return 0.0 if self.least <= 0.0 <= self.most else (self.most - self.least) / 2
