@@ -239,13 +239,21 @@ def test_a_directory_that_was_just_made_is_kept_and_one_whose_maker_was_killed_i
     ours.remove()
 
 
-def test_keys_that_are_being_made_are_kept(places, tmp_path):
-    """As the code makes them; those of a killed process are as any directory of that kind."""
+def test_keys_that_are_being_made_are_kept(places, tmp_path, monkeypatch):
+    """Those of a killed process are as any directory of that kind."""
     keys = tmp_path / "keys"
     keys.mkdir()
     making = Places(shared_memory=places.shared_memory, keys=(keys,))
-    with curve._private(keys) as private:
-        assert fates(making) == {Path(private).name: "kept"}
+    create, seen = curve.zmq.auth.create_certificates, []
+
+    def create_and_look(folder, name):
+        seen.append((folder.name, fates(making)))
+        return create(folder, name)
+
+    monkeypatch.setattr(curve.zmq.auth, "create_certificates", create_and_look)
+    curve.make_keys(keys, ["decode-0"])
+    assert seen
+    assert all(found == {name: "kept"} for name, found in seen)
     assert fates(making) == {}
 
 

@@ -10,13 +10,10 @@ Import this module where it is needed: it imports pyzmq.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import re
 import stat
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +21,7 @@ from typing import Any, Final
 import zmq
 import zmq.auth
 
+from kvbaton.control import private_directory
 from kvbaton.errors import ConfigurationError
 
 #: The name under which the coordinator's keys are kept.
@@ -66,27 +64,17 @@ def make_keys(folder: Path, names: Sequence[str]) -> list[Path]:
                         path=str(target),
                     )
             # made where nobody else can look, so that the secret was never readable under any file mask
-            with _private(folder) as private:
-                sources = map(Path, zmq.auth.create_certificates(private, name))
+            private = private_directory.locked(folder, ".")
+            try:
+                sources = map(Path, zmq.auth.create_certificates(private.path, name))
                 for source, target, mode in zip(sources, targets, (0o644, 0o600), strict=True):
                     source.chmod(mode)
                     made.append(source.rename(target))
+            finally:
+                private.remove()
     except OSError as error:
         raise ConfigurationError(f"keys cannot be made in {folder}: {error}", path=str(folder)) from error
     return made
-
-
-@contextlib.contextmanager
-def _private(folder: Path) -> Iterator[str]:
-    """A directory nobody else can look into, removed afterwards; locked, so that one left by a kill is known."""
-    with tempfile.TemporaryDirectory(prefix=f".kvbaton-{os.getpid()}-", dir=folder) as private:
-        lock = os.open(private, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield private
-        finally:
-            os.close(lock)
 
 
 def load_pair(folder: Path, name: str) -> KeyPair:

@@ -18,12 +18,14 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvbaton.errors import ConfigurationError
 
 #: The name carries the process id, so that what a killed process left behind can be recognised.  No more than what
 #: mkdtemp makes of it: ``kvbaton-20260412-results`` is somebody's.
-_NAME = re.compile(r"kvbaton-([1-9]\d{0,6})-[a-z0-9_]{8}")
+NAME: Final = r"kvbaton-(?P<pid>[1-9]\d{0,6})-[a-z0-9_]{8}"
+_NAME = re.compile(NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +63,25 @@ def make(base: Path | None) -> PrivateDirectory:
         parent = _default_base()
     _sweep(parent)
     try:
-        made = Path(tempfile.mkdtemp(prefix=f"kvbaton-{os.getpid()}-", dir=parent))
-        lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody will find the lock free either
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return PrivateDirectory(made, lock)
+        return locked(parent)
     except OSError as error:
         raise ConfigurationError(
             f"no private directory for control sockets can be made in {parent}: {error}. Set control.dir to a folder"
             " that you can write to.",
             directory=str(parent),
         ) from error
+
+
+def locked(parent: Path, prefix: str = "") -> PrivateDirectory:
+    """A fresh directory (0700) in ``parent``, whose name is ``prefix`` and a :data:`NAME`.  The caller removes it.
+
+    Raises ``OSError``.
+    """
+    made = Path(tempfile.mkdtemp(prefix=f"{prefix}kvbaton-{os.getpid()}-", dir=parent))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # a file system without locks: nobody will find the lock free either
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return PrivateDirectory(made, lock)
 
 
 def remove_abandoned(directory: Path) -> bool:

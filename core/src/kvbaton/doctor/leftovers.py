@@ -36,12 +36,13 @@ from typing import Final, Literal
 
 import msgspec
 
+from kvbaton.control import private_directory
+from kvbaton.doctor.machine import INITIAL_NAMESPACES
+
 #: Directories of one process, which holds a lock on them.  As ``kvbaton-2026-results`` is not.
-_DIRECTORY: Final = re.compile(r"\.?kvbaton-(?P<pid>[1-9]\d{0,6})-[a-z0-9_]{8}")
+_DIRECTORY: Final = re.compile(rf"\.?{private_directory.NAME}")
 #: Objects in shared memory.
 _SHARED: Final = re.compile(r"kvbaton-[a-z][a-z_-]*-(?P<pid>[1-9]\d{0,6})-[\w-]+")
-#: The process namespace of the system itself, from which every process is seen.
-_ALL_PROCESSES: Final = 4026531836
 #: Ours by the name, and nobody can say whose.
 _UNSAID: Final = re.compile(r"\.?kvbaton-[\w-]+")
 
@@ -238,7 +239,7 @@ def _sees_all(places: Places) -> bool:
         inode = re.search(r"\d+", str((places.proc / "self/ns/pid").readlink()))
     except OSError:
         return True  # a kernel that has one namespace only
-    return inode is not None and int(inode[0]) == _ALL_PROCESSES
+    return inode is not None and int(inode[0]) == INITIAL_NAMESPACES["pid"]
 
 
 def _user_of(status: os.stat_result, places: Places) -> int | None:

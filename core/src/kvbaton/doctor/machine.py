@@ -18,7 +18,7 @@ import msgspec
 from kvbaton.doctor.gpus import Gpu, GpuReport, read_gpus
 
 #: Inode numbers of the kernel's own namespaces: whoever has others is in a container, or the like.
-_INITIAL = {"pid": 4026531836, "ipc": 4026531839, "user": 4026531837}
+INITIAL_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "user": 4026531837}
 _CONTAINERS = re.compile(r"docker|kubepods|containerd|libpod|lxc")
 #: More than any machine has: a cgroup's way to say that there is no limit.
 _NO_LIMIT = 1 << 60
@@ -234,7 +234,7 @@ def _container(found: Sources) -> str:
 def _namespaces(found: Sources) -> tuple[str, ...]:
     """Those of pid, ipc and user that are not the kernel's own."""
     own = []
-    for name, initial in _INITIAL.items():
+    for name, initial in INITIAL_NAMESPACES.items():
         try:
             inode = re.search(r"\d+", str((found.root / f"proc/self/ns/{name}").readlink()))
         except OSError:
