@@ -144,7 +144,7 @@ def test_an_unknown_name_lists_what_is_installed_the_closest_match_and_the_first
     error = refusal(TransportNotFound, "nixxl", Need())
     assert str(error) == (
         'no transport "nixxl". Installed: nixl (kvbaton-nixl 1.2). Did you mean "nixl"? First-party transports:'
-        " pip install kvbaton-loopback"
+        " pip install kvbaton-loopback, pip install kvbaton-cuda-ipc"
     )
     assert error.name == "nixxl"
     assert error.installed == ("nixl",)
@@ -357,7 +357,7 @@ def test_auto_without_a_usable_transport_gives_every_reason(installed):
     error = refusal(PluginUnavailable, "auto", PROCESS)
     assert str(error).startswith("no installed transport can move host memory cross process. transport loopback")
     assert "works only within one process" in str(error)
-    assert str(error).endswith("Others: pip install kvbaton-nixl")
+    assert str(error).endswith("Others: pip install kvbaton-nixl or kvbaton-cuda-ipc")
 
 
 def test_auto_with_nothing_installed(installed):

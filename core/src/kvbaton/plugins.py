@@ -47,6 +47,8 @@ FIRST_PARTY: Final[Mapping[str, Mapping[str, str]]] = {
     CONNECTORS: {
         "loopback": "kvbaton-loopback",
         "nixl": "kvbaton-nixl",
+        "cuda_ipc": "kvbaton-cuda-ipc",
+        "ucx": "kvbaton-cuda-ipc",
     },
     ENGINES: {"transformers": "kvbaton-transformers"},
 }
