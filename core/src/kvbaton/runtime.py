@@ -311,10 +311,12 @@ class PDRuntime:
         Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered, or where the trace
         (``trace.path``) could not be written; everything is over nevertheless.
         """
-        for trace in self._traces:
-            trace.close()
         try:
-            self._service.close()
+            try:
+                for trace in self._traces:
+                    trace.close()
+            finally:  # whoever interrupts that wants the stages ended
+                self._service.close()
         except KvbatonError as error:
             late = self._written()
             if late is not None:

@@ -7,7 +7,6 @@ and was answered.  Each event travels as bytes of its own, so that one that nobo
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -23,7 +22,10 @@ MAX_EVENT_BYTES: Final = 1 << 13
 #: Transfers that a step names at most; it counts the others.
 MAX_NAMED: Final = 32
 
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+#: Seconds that no clock of a stage shows.
+LATEST: Final = 1e10
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 _Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
 
 
@@ -123,7 +125,7 @@ class Step(_Event, frozen=True, gc=False):
 
     began: float
     ended: float
-    computed: tuple[tuple[WireTransferId, int, int], ...]
+    computed: tuple[tuple[WireTransferId, _Count, _Count], ...]
     ranges: _Count
     produced: tuple[WireTransferId, ...]
     batch: _Count
@@ -176,4 +178,4 @@ def decode(data: bytes) -> Event | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
         return None
     began, ended = span(event)
-    return event if 0.0 <= began <= ended < math.inf else None
+    return event if 0.0 <= began <= ended < LATEST else None

@@ -15,12 +15,13 @@ import msgspec
 import pytest
 
 from kvbaton import PDRuntime, Request, SamplingParams, Settings, load, tracing
-from kvbaton.errors import SettingsError, TraceNotWritten, TraceUnreadable
+from kvbaton.errors import RuntimeClosed, SettingsError, TraceNotWritten, TraceUnreadable
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.observe import perfetto, timeline
 from kvbaton.observe.clock_offset import ClockOffset
 from kvbaton.observe.trace import Trace
 from kvbaton.records import RequestRecord
+from kvbaton.report import report
 from kvbaton.service import Answer
 
 T = TransferId("1" * 32)
@@ -239,6 +240,26 @@ def test_an_answer_that_is_none_is_that_stages_affair_alone(nonsense: object) ->
 
 
 @pytest.mark.clause("C9.3")
+@pytest.mark.parametrize("page", [
+    {"now": 1e300, "events": [tracing.encode(tracing.Marked(1e300, T, "reserved"))]},
+    {"now": 1.0, "events": [tracing.encode(tracing.Command(0.5, 1e300, "Admit", T))]},
+    {"now": -1e9, "events": [tracing.encode(tracing.Command(1e9, 2e9, "Admit", T))]},
+    {"now": 1.0, "events": [tracing.encode(tracing.Step(0.5, 0.6, ((T, -5, 1 << 62),), 1, (), 0, 0))]},
+    {"now": 1.0, "events": [tracing.encode(tracing.Ready(0.5, T, 1 << 62))]},
+    {"now": 1.0, "dropped": -5}, {"now": 1.0, "dropped": 1 << 62},
+])  # fmt: skip
+def test_what_no_stage_can_have_seen_does_not_spoil_the_file(page: Mapping[str, Any], tmp_path: Path) -> None:
+    trace, path = Trace(), tmp_path / "out.json"
+    trace.kvbaton_request_added(RequestKey("r"), 3, 1.0)
+    trace.kvbaton_milestone(T, RequestKey("r"), "placed", 1.1, None)
+    trace.watch(Stages({}, {P: Answer({"events": [], **page}, 0.9, 1.1)}).ask, {})
+    trace.close()
+    trace.write(path)
+    report(path)
+    check_format(json.loads(path.read_text()))
+
+
+@pytest.mark.clause("C9.3")
 def test_a_stage_that_always_has_more_is_not_read_for_ever() -> None:
     class Endless(Stages):
         def ask(self, method: str, session: str, arguments: object, peers: object) -> Mapping[PeerId, Answer]:
@@ -298,6 +319,57 @@ def test_of_requests_the_newest_are_kept_and_the_rest_is_counted() -> None:
     seen = trace.timeline()
     assert ([request.id for request in seen.requests], seen.missing) == (["45", "46", "47", "48", "49"], 45)
     assert "45 earlier requests were pushed out" in trace.incomplete
+
+
+@pytest.mark.clause("T12")
+def test_a_request_that_outlives_its_place_is_forgotten_whole() -> None:
+    trace = Trace(events=1)
+    for number in range(20):
+        trace.kvbaton_request_added(RequestKey(str(number)), 3, 1.0)
+    for number in range(20):
+        trace.kvbaton_milestone(TransferId(f"{number:032d}"), RequestKey(str(number)), "placed", 1.1, P)
+    assert (len(trace._live), len(trace._handoffs), len(trace.timeline().requests)) == (1, 1, 1)
+
+
+@pytest.mark.clause("T12")
+def test_a_stage_that_is_started_again_and_again_has_the_room_of_one() -> None:
+    trace = Trace(events=10)
+    lives = [PeerId("decode-0", epoch) for epoch in range(40)]
+    events = [tracing.Command(0.1, 0.2, "Admit", T)] * 8
+    trace.watch(Stages(*({life: answer(1.0, *events)} for life in lives[:1])).ask, {})
+    for life in lives:
+        trace.kvbaton_peer_up(life)
+        trace._take(life, answer(1.0, *events))
+    trace.close()
+    stages = trace.timeline().stages
+    assert [len(stage.commands) for stage in stages[-3:]] == [0, 2, 8]
+    assert len(stages) == 16
+    assert "6 events were pushed out" in trace.incomplete
+
+
+@pytest.mark.clause("C6.2")
+def test_who_interrupts_the_trace_has_the_stages_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = PDRuntime.start(settings(stages__launch="inproc"), hooks=[trace := Trace()])
+
+    def interrupted(ask: object, method: str) -> None:
+        if method == "trace_stop":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace, "_read_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.close()
+    with pytest.raises(RuntimeClosed):
+        runtime.add_request(Request((1,), SamplingParams(max_tokens=1)))
+
+
+def test_texts_that_are_none_and_long_names_are_written(tmp_path: Path) -> None:
+    path = tmp_path / ("é" * 120 + ".json")
+    with PDRuntime.start(settings(stages__launch="inproc", trace__path=str(path))) as runtime:
+        runtime.add_request(Request((1, 2, 3), SamplingParams(max_tokens=1)), "a\udcff")
+        give_up = time.monotonic() + 30
+        while not any(output.finished for output in runtime.step(0.1)):
+            assert time.monotonic() < give_up
+    assert [request.id for request in timeline.read(path).requests] == ["a\\udcff"]
 
 
 def test_a_request_that_began_again_has_both_generations_on_its_track() -> None:

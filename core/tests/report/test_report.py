@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -185,6 +187,31 @@ def test_the_page_lies_beside_its_trace_or_where_it_is_told(tmp_path: Path) -> N
         report(trace, tmp_path / "no" / "page.html")
     with pytest.raises(TraceUnreadable, match="is no trace of kvbaton"):
         report(tmp_path / "out.html", tmp_path / "page.html")
+
+
+@pytest.mark.parametrize("change", [
+    {"began": 1e300}, {"length": -1.0},
+    *({"requests": [msgspec.structs.replace(request(0), **wrong)]} for wrong in (
+        {"generations": []}, {"added": -1e300}, {"nbytes": 1 << 60},
+        {"generations": [Generation("", "", "", {}, [], [])]},
+        {"generations": [Generation("", "p", "d", {}, [Span("queue", 0.0, 1.0)], [
+            Chunk(0, 1, 1, None, None, None, -1e9, 0.0, 0.0, 0.0, None, "done")])]},
+    )),
+])  # fmt: skip
+def test_a_file_with_what_no_run_can_have_been_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    trace = tmp_path / "out.json"
+    trace.write_bytes(msgspec.json.encode({"kvbaton": msgspec.structs.replace(run(request(0)), **change)}))
+    with pytest.raises(TraceUnreadable, match="is no trace of kvbaton"):
+        report(trace)
+
+
+def test_a_pipe_is_not_waited_for_and_a_name_that_is_no_text_is_shown(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceUnreadable, match="is no file"):
+        report(tmp_path / "pipe")
+    trace = tmp_path / "out\udcff.json"
+    trace.write_bytes(msgspec.json.encode({"kvbaton": run(request(0))}))
+    assert "<h1>out\\udcff</h1>" in report(trace).read_text()
 
 
 def test_the_commands_say_what_is_wrong_with_what_they_are_given(tmp_path: Path) -> None:

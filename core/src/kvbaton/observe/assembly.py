@@ -65,7 +65,7 @@ def assemble(
 ) -> Timeline:
     """``wall``: what the wall clock shows at second 0 of this process's monotonic one."""
     requests, lives = list(requests), list(lives)
-    labels: dict[str, str] = {handoff.transfer: str(seen.key) for seen in requests for handoff in seen.handoffs}
+    labels: dict[str, str] = {handoff.transfer: _text(seen.key) for seen in requests for handoff in seen.handoffs}
     found: dict[str, _Found] = {}
     lives.sort(key=lambda life: (life.peer.name.partition("-")[0] != "prefill", life.peer))
     stages = [_stage(life, found, labels) for life in lives]
@@ -87,7 +87,12 @@ def assemble(
     shift = _Shift(origin)
     lines = [_request(seen, found, end, shift) for seen in requests]
     return Timeline(
-        wall + origin, shift(end), lines, [_shifted(stage, shift) for stage in stages], missing, dict(about)
+        max(wall + origin, 0.0),
+        shift(end),
+        lines,
+        [_shifted(stage, shift) for stage in stages],
+        missing,
+        {name: _text(value) for name, value in about.items()},
     )
 
 
@@ -102,6 +107,11 @@ class _Shift:
 
     def maybe(self, at: float | None) -> float | None:
         return None if at is None else self(at)
+
+
+def _text(text: str) -> str:
+    """What can be written: an id or a path may hold bytes that are no text, as Python keeps them (surrogates)."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> StageLine:
@@ -146,7 +156,7 @@ def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> S
     unread = life.malformed + life.unreadable
     note = life.note or (f"{unread} answers or events could not be read" if unread else "")
     return StageLine(
-        life.peer.name, life.peer.epoch, role, steps, commands, held, life.lost, life.fenced, life.cause,
+        life.peer.name, life.peer.epoch, role, steps, commands, held, life.lost, life.fenced, _text(life.cause),
         max((offset.doubt for offset in {id(p): p for p, _ in life.events}.values()), default=0.0), lost, note,
     )  # fmt: skip
 
@@ -212,13 +222,13 @@ def _request(seen: Seen, found: Mapping[str, _Found], end: float, shift: _Shift)
     error = cause = outcome = ""
     first: float | None = None
     if record is not None:
-        outcome, error = record.finish_reason, "" if record.error is None else str(record.error)
-        cause = "" if seen.cause == "none" else seen.cause
+        outcome, error = record.finish_reason, "" if record.error is None else _text(str(record.error))
+        cause = "" if seen.cause == "none" else _text(seen.cause)
         if "first_token" in record.milestones:
             first = shift(seen.added + record.milestones["first_token"])
     last = [chunk for chunk in generations[-1].chunks if chunk.submitted is not None]
     return RequestLine(
-        str(seen.key), shift(seen.added), shift.maybe(seen.ended), outcome, error, cause, seen.prompt_tokens,
+        _text(seen.key), shift(seen.added), shift.maybe(seen.ended), outcome, error, cause, seen.prompt_tokens,
         0 if record is None else len(record.token_ids), first,
         0 if record is None else record.prefix_prefill, 0 if record is None else record.prefix_decode,
         record.chunks if record and record.chunks else len(last),

@@ -8,7 +8,7 @@ of something that was never seen there is none.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -32,12 +32,17 @@ PHASES: Final = {
 }
 
 
+#: What a file may say, which may be anybody's: seconds, and counts, that can be reckoned with.
+Moment: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
 class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """``name`` from ``began`` to ``ended``."""
 
     name: str
-    began: float
-    ended: float
+    began: Moment
+    ended: Moment
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -45,17 +50,17 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     dealt with by ``heard``; ``full`` when the transport first had no room for it.
     """
 
-    sequence: int
-    nbytes: int
-    segments: int
-    planned: float | None
-    ready: float | None
-    full: float | None
-    submitted: float | None
-    taken: float | None
-    receipt: float | None
-    heard: float | None
-    completed: float | None
+    sequence: Count
+    nbytes: Count
+    segments: Count
+    planned: Moment | None
+    ready: Moment | None
+    full: Moment | None
+    submitted: Moment | None
+    taken: Moment | None
+    receipt: Moment | None
+    heard: Moment | None
+    completed: Moment | None
     outcome: str
 
 
@@ -65,8 +70,8 @@ class Generation(msgspec.Struct, frozen=True, gc=False):
     transfer: str
     prefill: str
     decode: str
-    milestones: dict[str, float]
-    phases: list[Span]
+    milestones: dict[str, Moment]
+    phases: Annotated[list[Span], msgspec.Meta(min_length=1)]
     chunks: list[Chunk]
 
 
@@ -74,20 +79,20 @@ class RequestLine(msgspec.Struct, frozen=True, gc=False):
     """One request.  ``outcome``: its finish reason, or "" where the trace ends before it does."""
 
     id: str
-    added: float
-    ended: float | None
+    added: Moment
+    ended: Moment | None
     outcome: str
     error: str
     cause: str
-    prompt_tokens: int
-    tokens: int
-    first_token: float | None
-    prefix_prefill: int
-    prefix_decode: int
-    chunks: int
-    segments: int
-    nbytes: int
-    generations: list[Generation]
+    prompt_tokens: Count
+    tokens: Count
+    first_token: Moment | None
+    prefix_prefill: Count
+    prefix_decode: Count
+    chunks: Count
+    segments: Count
+    nbytes: Count
+    generations: Annotated[list[Generation], msgspec.Meta(min_length=1)]
 
 
 class StepLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -95,13 +100,13 @@ class StepLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
     for; ``ranges`` and ``batch`` count those that are not named as well.
     """
 
-    began: float
-    ended: float
-    computed: list[tuple[str, int, int]]
-    ranges: int
+    began: Moment
+    ended: Moment
+    computed: list[tuple[str, Count, Count]]
+    ranges: Count
     produced: list[str]
-    batch: int
-    tokens: int
+    batch: Count
+    tokens: Count
 
 
 class CommandLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -109,8 +114,8 @@ class CommandLine(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     name: str
     request: str
-    began: float
-    ended: float
+    began: Moment
+    ended: Moment
 
 
 class StageLine(msgspec.Struct, frozen=True, gc=False):
@@ -125,11 +130,11 @@ class StageLine(msgspec.Struct, frozen=True, gc=False):
     steps: list[StepLine] = []
     commands: list[CommandLine] = []
     held: list[Span] = []
-    lost: float | None = None
-    fenced: float | None = None
+    lost: Moment | None = None
+    fenced: Moment | None = None
     cause: str = ""
-    doubt: float = 0.0
-    dropped: int = 0
+    doubt: Moment = 0.0
+    dropped: Count = 0
     note: str = ""
 
 
@@ -138,11 +143,11 @@ class Timeline(msgspec.Struct, frozen=True, gc=False):
     that were pushed out; ``about``: settings worth knowing.
     """
 
-    began: float
-    length: float
+    began: Moment
+    length: Moment
     requests: list[RequestLine]
     stages: list[StageLine]
-    missing: int = 0
+    missing: Count = 0
     about: dict[str, str] = {}
     version: int = VERSION
 
@@ -155,6 +160,8 @@ def read(path: Path) -> Timeline:
     """The timeline in a trace file.  Raises :class:`~kvbaton.errors.TraceUnreadable`, with what to do."""
     hint = "give a file that kvbaton run --trace FILE has written"
     try:
+        if path.exists() and not path.is_file():  # a pipe, or a device, may never end
+            raise TraceUnreadable(f"{path} is no file; {hint}")
         data = path.read_bytes()
     except OSError as error:
         raise TraceUnreadable(f"cannot read the trace {path}: {error.strerror or error}") from error

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import tempfile
 import threading
@@ -48,6 +47,8 @@ _log = logging.getLogger(__name__)
 EVENTS: Final = 200_000
 #: A request makes so many events at a stage, at least.
 _PER_REQUEST: Final = 20
+#: Lives of a stage that are known at once: it may be started again and again.
+_LIVES: Final = 16
 #: Seconds between two readings of the stages.
 _PERIOD: Final = 0.25
 
@@ -248,7 +249,7 @@ class Trace:
                 return False
             try:
                 page = msgspec.convert(result, tracing.Page)
-                if not math.isfinite(page.now):
+                if not abs(page.now) < tracing.LATEST:
                     raise ValueError("its clock shows no time")
             except (msgspec.MsgspecError, ValueError) as error:  # nonsense is this peer's alone (C9.3)
                 life.malformed += 1
@@ -261,14 +262,27 @@ class Trace:
             events = [data for data in page.events if len(data) <= tracing.MAX_EVENT_BYTES]
             life.malformed += len(page.events) - len(events)
             life.read += len(events)
-            life.dropped = page.dropped
+            life.dropped = min(max(page.dropped, 0), 1 << 48)
             life.events.extend((life.offset, data) for data in events)
+            self._bound(life)
             return page.more and bool(page.events)
 
     def _life(self, peer: PeerId) -> Life:
         if peer not in self._lives:
             self._lives[peer] = Life(peer, deque(maxlen=self._events))
+            earlier = [known for known in self._lives if known.name == peer.name]
+            for known in earlier[:-_LIVES]:
+                del self._lives[known]
         return self._lives[peer]
+
+    def _bound(self, life: Life) -> None:
+        """All lives of a stage together keep what one may: the oldest give way."""
+        earlier = [other for other in self._lives.values() if other.peer.name == life.peer.name and other is not life]
+        over = len(life.events) + sum(len(other.events) for other in earlier) - self._events
+        for other in earlier:
+            while over > 0 and other.events:
+                other.events.popleft()
+                over -= 1
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -282,6 +296,8 @@ class Trace:
                 self._missing += 1
                 for handoff in oldest.handoffs:
                     self._handoffs.pop(handoff.transfer, None)
+                if self._live.get(oldest.key) is oldest:  # what it still does is not noted: nobody would forget it
+                    del self._live[oldest.key]
 
     @hookimpl
     def kvbaton_milestone(
@@ -369,7 +385,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _part(path: Path) -> Path:
     """A new file beside ``path``, ours alone, for what will be called so once it is whole."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".part", dir=path.parent)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:20]}.", suffix=".part", dir=path.parent)
     os.close(descriptor)
     return Path(name)
 

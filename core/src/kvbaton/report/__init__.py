@@ -26,7 +26,7 @@ def report(trace: Path, output: Path | None = None) -> Path:
     if target.resolve() == trace.resolve():
         raise SettingsError(f"the page would be written over the trace {trace}: name another file", key="output")
     try:
-        target.write_text(page(timeline, trace.stem), encoding="utf-8")
+        target.write_text(page(timeline, trace.stem), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise SettingsError(
             f"the page cannot be written to {target}: {error.strerror or error}", key="output"

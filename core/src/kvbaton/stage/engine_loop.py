@@ -268,8 +268,9 @@ class EngineLoop:
         self.steps.add(ended - began)
         if outputs:
             self._report(Produced(tuple(outputs)))
-        if self._recorder is not None:
-            self._note_step(self._recorder, began, ended, outputs)
+        recorder = self._recorder  # looked at once: the pump may end the trace at any moment
+        if recorder is not None:
+            self._note_step(recorder, began, ended, outputs)
         elif self._callbacks.computed is not None:
             self._callbacks.computed = None
 
