@@ -40,6 +40,25 @@ def test_everything_at_once_within_eighty_columns_and_as_a_picture(kvbaton, tmp_
     assert "loopback, host memory: smollm2-135m" in drawn
 
 
+def test_what_was_measured_is_told_although_it_cannot_be_drawn(kvbaton, monkeypatch, tmp_path):
+    from kvbaton.cli import bench
+
+    (folder := tmp_path / "gone").mkdir()
+    carry_out = bench.carry_out
+    monkeypatch.setattr(bench, "carry_out", lambda *how: (carry_out(*how), folder.rmdir())[0])
+    result = kvbaton("loopback", *SMALL, "--part", "transport", "--plot", str(folder / "found.svg"))
+    assert result.exit_code == 2
+    assert "it cannot be written" in result.stderr
+    assert result.stdout.startswith("smollm2-135m: 30 layers")
+
+
+def test_it_writes_no_trace_where_a_deployment_does(kvbaton, tmp_path):
+    (tmp_path / "trace.json").write_text("theirs")
+    result = kvbaton("loopback", *SMALL, "--part", "handoff", "--set", f"trace.path={tmp_path / 'trace.json'}")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "trace.json").read_text() == "theirs"
+
+
 def test_json_has_the_same_in_base_units(kvbaton, tmp_path):
     result = kvbaton(
         "loopback", *SMALL, "--json", "--at-once", "2", "--chunk-bytes", "100KiB", "--layout", "layer", "--contiguous"
@@ -64,6 +83,14 @@ def test_json_has_the_same_in_base_units(kvbaton, tmp_path):
         (("loopback", "--like", "lama-8b"), 'Did you mean "llama-8b"'),
         (("loopback", "--tokens", "100"), "take 96 or 112 tokens"),
         (("loopback", "--tokens", "many"), "--tokens many: a whole number"),
+        (("loopback", "--tokens", "9" * 5000), "999: a whole number"),
+        (("loopback", "--tokens", "9" * 400), "999: a whole number"),
+        (("loopback", *SMALL, "--chunk-bytes", "1"), "Take a larger --chunk-bytes"),
+        (
+            ("loopback", "--layers", "4", "--kv-heads", "1", "--head-dim", "1", "--tokens", "4000000", "--block", "1"),
+            "Take a larger --block",
+        ),
+        (("loopback", *SMALL, "--plot", "/proc/found.svg"), "it cannot be written"),
         (("loopback", "--seconds", "0"), "--seconds 0: a number of seconds"),
         (("loopback", "--layout", "layers"), 'write block or layer. Did you mean "layer"'),
         (("loopback", "--memory", "tape"), "write host or cuda"),

@@ -51,7 +51,12 @@ def test_a_checkpoints_configuration(tmp_path, config, token_bytes, final_bytes)
         assert (model.token_bytes, model.final_bytes) == (token_bytes, final_bytes)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_attention_heads": 8, "hidden_size": 64}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"num_attention_heads": 8, "hidden_size": 64}', "[" * 100_000,
+     f'{{"num_hidden_layers": 1{"0" * 400}, "num_attention_heads": 8, "hidden_size": 64}}'],
+    ids=["empty", "list", "nothing", "some", "deep", "large"],
+)  # fmt: skip
 def test_a_configuration_that_does_not_say_it(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match=r"config\.json: "):

@@ -51,7 +51,8 @@ class HandOffs:
 def bench_settings(settings: Settings, traffic: Traffic, at_once: int, memory: str) -> Settings:
     """``settings`` for one prefill and one decode stage of the bench's engine.
 
-    Nothing begins again: what fails is to be seen.  Nothing listens, where a deployment of the same settings may.
+    Nothing begins again: what fails is to be seen.  Nothing listens and nothing is traced, where a deployment of the
+    same settings may.
     """
     options = BenchOptions.of(traffic, at_once).model_dump()
     devices = settings.stages.devices
@@ -67,6 +68,7 @@ def bench_settings(settings: Settings, traffic: Traffic, at_once: int, memory: s
             "model": "bench", "engine": EngineSettings(name=NAME, options=options), "stages": stages,
             "recovery": settings.recovery.model_copy(update={"mode": "off"}),
             "metrics": settings.metrics.model_copy(update={"listen": None}),
+            "trace": settings.trace.model_copy(update={"path": None, "otel": False}),
         }
     )  # fmt: skip
 

@@ -22,6 +22,8 @@ from kvbaton.errors import ModelNotFound, SettingsError, UnsupportedModel, close
 DTYPES: Final[Mapping[str, int]] = MappingProxyType(
     {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 )
+#: Larger than any number that a model has.
+_MOST: Final = 1 << 32
 #: What engines call them on their command lines.
 _ALIASES: Final = {
     "fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16",
@@ -174,7 +176,7 @@ def of_checkpoint(path: Path) -> Model:
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnsupportedModel(f"{path}: not a configuration that can be read: {error}", model=str(path)) from error
     if not isinstance(config, dict):
         raise UnsupportedModel(f"{path}: not a configuration: an object is expected", model=str(path))
@@ -186,7 +188,7 @@ def of_checkpoint(path: Path) -> Model:
     def number(*names: str) -> int | None:
         for name in names:
             value = config.get(name)
-            if type(value) is int and value > 0:
+            if type(value) is int and 0 < value <= _MOST:
                 return value
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,15 @@ def check(path: Path) -> None:
         raise SettingsError(f"--plot {path}: the name ends in .svg or .png", key="plot", origin=None)
     if not path.absolute().parent.is_dir():
         raise SettingsError(f"--plot {path}: there is no folder {path.parent}", key="plot", origin=None)
+    reason = "it is a directory" if path.is_dir() else ""
+    try:
+        if not reason:
+            part = tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=".kvbaton-plot-")  # noqa: SIM115
+            part.close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise SettingsError(f"--plot {path}: it cannot be written: {reason}", key="plot", origin=None)
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError(
             "--plot: drawing needs matplotlib, which is not installed: pip install 'kvbaton[plot]'",
@@ -28,7 +38,10 @@ def check(path: Path) -> None:
 
 
 def draw(measured: Measured, path: Path) -> None:
-    """Write the picture.  Its parts are those that were measured: rates, the sweep, the milestones."""
+    """Write the picture.  Its parts are those that were measured: rates, the sweep, the milestones.
+
+    Raises :class:`~kvbaton.errors.SettingsError` where that is not possible any more.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -46,10 +59,14 @@ def draw(measured: Measured, path: Path) -> None:
         f"{measured.transport}, {measured.memory} memory: {model.name}, {traffic.tokens} tokens in blocks of"
         f" {traffic.block}\n{machine['cpu']}, {machine['cores']} cores, load {measured.load[0]:g} to"
         f" {measured.load[1]:g}",
-        fontsize=10,
-    )
+        fontsize=10, parse_math=False,
+    )  # fmt: skip
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-    figure.savefig(path, metadata=metadata, dpi=120)
+    try:
+        figure.savefig(path, metadata=metadata, dpi=120)
+    except OSError as error:
+        said = error.strerror or str(error)
+        raise SettingsError(f"--plot {path}: it cannot be written: {said}", key="plot", origin=None) from error
 
 
 def _lines(measured: Measured) -> list[tuple[str, str, list[Any]]]:

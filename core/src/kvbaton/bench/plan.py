@@ -20,6 +20,8 @@ from kvbaton.settings import Settings
 
 #: Requests under way at once where nobody says: the first that fits.
 _AT_ONCE = (4, 2, 1)
+#: Of one request, at most.
+_PIECES, _CHUNKS = 1 << 23, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def carry_out(plan: Plan, progress: Callable[[str, float], None]) -> Measured:
     at_once = plan.at_once or 1
     if plan.handoffs:
         at_once = _at_once(plan, space, advice)
+    _check_count(traffic, settings)
     over = wire.Wire(
         settings.transport.name, settings.transport.options, plan.memory,
         (0, 0) if devices is None else (devices[0], devices[-1]), placement.need.reach,
@@ -92,6 +95,25 @@ def carry_out(plan: Plan, progress: Callable[[str, float], None]) -> Measured:
         versions(), (significant(before, 3), significant(os.getloadavg()[0], 3)), time.monotonic() - began, moved,
         tuple(points), found, tuple(dict.fromkeys(over.notes)),
     )  # fmt: skip
+
+
+def _check_count(traffic: Traffic, settings: Settings) -> None:
+    """Each piece and each chunk is an object or a row of our own, which takes more than its bytes."""
+    if traffic.pieces > _PIECES:
+        raise SettingsError(
+            f"one request is {traffic.pieces:,} pieces of a block and layer each, and at most {_PIECES:,} can be"
+            " planned here. Take a larger --block, or fewer --tokens.",
+            key="tokens", origin=None,
+        )  # fmt: skip
+    cut = settings.transfer
+    chunks = traffic.request_bytes // int(cut.chunk_bytes) + traffic.pieces // cut.chunk_segments
+    if chunks > _CHUNKS:
+        raise SettingsError(
+            f"one request is {chunks:,} chunks of {size(int(cut.chunk_bytes))} and {cut.chunk_segments:,} segments"
+            f" at most, and more than {_CHUNKS:,} are none that anybody sends. Take a larger --chunk-bytes"
+            " (transfer.chunk_bytes, transfer.chunk_segments).",
+            key="transfer.chunk_bytes", origin=None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,12 @@ class Traffic:
         """What one request brings over, the final payload included."""
         return self.tokens * self.model.token_bytes + self.model.final_bytes
 
+    @property
+    def pieces(self) -> int:
+        """Of one request, before what lies side by side is joined: what it takes to plan it."""
+        model = self.model
+        return model.planes * model.layers * len(model.components) * self.blocks
+
     def kv_bytes(self, requests: int) -> int:
         """The cache's storage for so many requests."""
         return requests * self.tokens * self.model.token_bytes

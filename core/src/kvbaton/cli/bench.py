@@ -30,6 +30,8 @@ from kvbaton.settings import Settings
 
 #: What is benched where nobody says.
 DEFAULT_MODEL = "llama-8b"
+#: Of a count that can be meant.
+_DIGITS = 15
 #: Columns of a terminal that everything fits.
 _WIDTH = 80
 
@@ -86,12 +88,14 @@ def bench(plan: Plan, *, as_json: bool, plot: Path | None) -> None:
         picture.check(plot)
     with Interrupt(), _progress() as progress:
         measured = carry_out(plan, progress)
-    if plot is not None:
-        picture.draw(measured, plot)
-    if as_json:
-        print(json.dumps(measured.as_json(), indent=2))
-    else:
-        show(measured)
+    try:
+        if plot is not None:
+            picture.draw(measured, plot)
+    finally:  # what was measured is told, whatever becomes of the picture
+        if as_json:
+            print(json.dumps(measured.as_json(), indent=2), flush=True)
+        else:
+            show(measured)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -106,8 +110,8 @@ def _one_of(flag: str, text: str, words: tuple[str, ...]) -> str:
 
 
 def _count(flag: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise SettingsError(f"{flag} {text}: a whole number, at least 1", key="", origin=None)
+    if not text.isascii() or not text.isdigit() or len(text) > _DIGITS or not int(text):
+        raise SettingsError(f"{flag} {text[:40]}: a whole number, at least 1", key="", origin=None)
     return int(text)
 
 
