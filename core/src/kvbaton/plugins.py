@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Literal, cast
@@ -29,6 +29,7 @@ from kvbaton.errors import (
     OptionsError,
     PluginBroken,
     PluginConflict,
+    PluginError,
     PluginNotFound,
     PluginUnavailable,
     TransportNotFound,
@@ -216,6 +217,18 @@ def list_plugins() -> list[PluginRow]:
                 state = _State(False, str(error))
             rows.append(PluginRow(kind, entry.name, name, version, *state.astuple()))
     return rows
+
+
+def each_plugin(broken: Callable[[PluginError], object]) -> Iterator[tuple[str, Any]]:
+    """Name and plugin of every installed connector and engine; ``broken`` hears why one cannot be loaded."""
+    for group in (CONNECTORS, ENGINES):
+        for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+            try:
+                plugin = _load(group, entry).plugin
+            except PluginError as error:
+                broken(error)
+            else:
+                yield entry.name, plugin
 
 
 # -- finding and loading -----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,12 +152,20 @@ def test_what_became_of_leftovers_is_shown(monkeypatch):
 )  # fmt: skip
 def test_what_is_no_leftover_is_passed_over(monkeypatch, answer, tmp_path):
     plugin = SimpleNamespace(leftovers=lambda: answer)
-    entry = SimpleNamespace(name="odd", load=lambda: plugin)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry] if group.endswith("engines") else [])
+    monkeypatch.setattr(command, "each_plugin", lambda broken: [("odd", plugin)])
     told = []
     monkeypatch.setattr(command, "say", told.append)
     assert command._of_plugins() == []
     assert "odd could not say what it leaves behind: TypeError" in told[0]
+
+
+def test_a_plugin_that_cannot_be_loaded_is_told_and_passed_over(monkeypatch):
+    broken = EntryPoint("odd", "kvbaton_nowhere:plugin", "kvbaton.engines")
+    monkeypatch.setattr("kvbaton.plugins.entry_points", lambda group: [broken] if group == broken.group else [])
+    told = []
+    monkeypatch.setattr(command, "say", told.append)
+    assert command._of_plugins() == []
+    assert 'engine "odd" of an unknown distribution cannot be imported' in told[0]
 
 
 def test_interrupted_it_ends_with_its_children():

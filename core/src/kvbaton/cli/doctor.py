@@ -24,6 +24,7 @@ from kvbaton.doctor.leftovers import Leftover, Outcome, Places, clean, folders
 from kvbaton.doctor.machine import Machine, Note
 from kvbaton.doctor.trial import Measured
 from kvbaton.doctor.verdict import Finding
+from kvbaton.plugins import each_plugin
 from kvbaton.quantities import duration, rate, size
 from kvbaton.settings import Settings
 
@@ -62,18 +63,15 @@ def tidy(settings: Settings, *, dry_run: bool, as_json: bool) -> int:
 
 def _of_plugins() -> list[Leftover]:
     """What installed plugins tell of; one that cannot is passed over, with a line."""
-    from importlib.metadata import entry_points
-
-    from kvbaton.plugins import CONNECTORS, ENGINES
-
     found: list[Leftover] = []
-    for group in (CONNECTORS, ENGINES):
-        for entry in entry_points(group=group):
-            try:
-                ask = getattr(entry.load(), "leftovers", None)
-                found += foreign.leftovers(ask()) if ask is not None else []
-            except Exception as error:
-                say(f"{entry.name} could not say what it leaves behind: {type(error).__name__}: {error}")
+    for name, plugin in each_plugin(lambda error: say(str(error))):
+        ask = getattr(plugin, "leftovers", None)
+        if ask is None:
+            continue
+        try:
+            found += foreign.leftovers(ask())
+        except Exception as error:
+            say(f"{name} could not say what it leaves behind: {type(error).__name__}: {error}")
     return found
 
 
