@@ -158,7 +158,8 @@ class Trace:
         timeline = assemble(requests, lives.values(), self._began, missing, self._about)
         with self._lock:
             for peer, life in lives.items():
-                self._lives[peer].unreadable = life.unreadable
+                if peer in self._lives:  # not pushed out meanwhile
+                    self._lives[peer].unreadable = life.unreadable
         return timeline
 
     def write(self, path: str | os.PathLike[str]) -> None:
