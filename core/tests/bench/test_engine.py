@@ -1,5 +1,7 @@
 """The engine that holds KV and computes nothing: what it reports, and that it looks at what arrives."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -110,47 +112,16 @@ def test_options_say_all_of_the_traffic():
     assert engine.capacity().blocks == 3 * 7 * 2
 
 
-class Driver:
-    """CUDA's driver over host memory."""
-
-    def __init__(self):
-        self.blocks = {}
-
-    def count(self):
-        return 1
-
-    def enter(self, device):
-        pass
-
-    def allocate(self, nbytes):
-        block = np.empty(nbytes, np.uint8)
-        self.blocks[block.ctypes.data] = block
-        return block.ctypes.data
-
-    def free(self, address):
-        del self.blocks[address]
-
-    def fill(self, address, value, nbytes):
-        self._view(address, nbytes)[:] = value
-
-    def read(self, target, address, nbytes):
-        import ctypes
-
-        ctypes.memmove(target, address, nbytes)
-
-    def _view(self, address, nbytes):
-        import ctypes
-
-        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
 def test_device_memory_goes_through_the_driver_and_is_given_back(monkeypatch):
-    driver = Driver()
-    monkeypatch.setattr(cuda, "require", lambda: driver)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "pair"))
+    from made_up_devices import Devices
+
+    devices = Devices()
+    monkeypatch.setattr(cuda, "load", lambda: devices)
     p, regions, _ = started(Role.PREFILL, device=0)
     assert {region.kind for region in regions} == {"cuda"}
-    assert np.count_nonzero(driver.blocks[regions[0].address]) == regions[0].length
-    d, _, _ = started(Role.DECODE, device=0)
+    assert np.count_nonzero(devices.arrays[regions[0].address][1]) == regions[0].length
+    d, _, _ = started(Role.DECODE, device=1)
     transfer = new_transfer_id()
     d.reserve_transfer(Admission(transfer, WHOLE))
     with pytest.raises(KvbatonError, match="bytes are wrong"):
@@ -160,4 +131,4 @@ def test_device_memory_goes_through_the_driver_and_is_given_back(monkeypatch):
     d.accept_import(transfer, 24)
     p.close()
     d.close()
-    assert not driver.blocks
+    assert not devices.arrays

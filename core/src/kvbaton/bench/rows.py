@@ -64,7 +64,7 @@ class Allocated:
     """Memory of our own; that of devices is given back by :meth:`free`."""
 
     def __init__(self) -> None:
-        self._on_devices: list[int] = []
+        self._on_devices = cuda.Allocations()
 
     def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:
         """Zeroed, and touched: none of its pages is made while something is timed."""
@@ -72,14 +72,10 @@ class Allocated:
             array = np.empty(nbytes, np.uint8)
             array.fill(0)
             return MemoryRegion.of_array(id, array)
-        driver = cuda.require()
-        driver.enter(device)
-        address = driver.allocate(nbytes)
-        self._on_devices.append(address)
-        driver.fill(address, 0, nbytes)
+        address = self._on_devices.allocate(device, nbytes)
+        cuda.require().fill(address, 0, nbytes)
         return MemoryRegion(id, kind, device, address, nbytes, self)
 
     def free(self) -> None:
         """Once no transport reaches it any more."""
-        while self._on_devices:
-            cuda.require().free(self._on_devices.pop())
+        self._on_devices.free()

@@ -113,3 +113,27 @@ def require() -> Cuda:
     if cuda is None:
         raise TransportError("there is no CUDA driver here, or it finds no device: look at nvidia-smi")
     return cuda
+
+
+class Allocations:
+    """Device memory of our own, until :meth:`free`, which comes once nobody reaches it any more."""
+
+    def __init__(self) -> None:
+        #: Device and address of each.
+        self._made: list[tuple[int, int]] = []
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Where it is.  The device is the calling thread's own afterwards."""
+        driver = require()
+        driver.enter(device)
+        address = driver.allocate(nbytes)
+        self._made.append((device, address))
+        return address
+
+    def free(self) -> None:
+        """Give all of it back, from any thread.  Idempotent."""
+        while self._made:
+            device, address = self._made.pop()
+            driver = require()
+            driver.enter(device)
+            driver.free(address)

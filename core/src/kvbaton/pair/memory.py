@@ -55,8 +55,7 @@ class Memory:
 
     def __init__(self, guard: GuardedConnector, kind: MemoryKind, device: int, lengths: Sequence[int]) -> None:
         self.kind, self.device = kind, device
-        #: Device and address of what was allocated here.
-        self._ours: list[tuple[int, int]] = []
+        self._ours = cuda.Allocations()
         self._elsewhere: dict[int, list[int]] = {}
         own = guard.capabilities.memory_origin == "any"
         self.regions = [
@@ -113,12 +112,8 @@ class Memory:
     def elsewhere(self, device: int) -> list[int]:
         """Where memory as large as each of ours is on a device, for :meth:`copy`; the same whenever it is asked for."""
         if device not in self._elsewhere:
-            driver = cuda.require()
-            driver.enter(device)
-            places = [driver.allocate(region.length) for region in self.regions]
-            driver.enter(self.device)
-            self._ours += [(device, address) for address in places]
-            self._elsewhere[device] = places
+            self._elsewhere[device] = [self._ours.allocate(device, region.length) for region in self.regions]
+            cuda.require().enter(self.device)
         return self._elsewhere[device]
 
     def copy(self, reads: Segments, writes: Segments, places: Sequence[int]) -> None:
@@ -131,18 +126,12 @@ class Memory:
 
     def free(self) -> None:
         """Give device memory back."""
-        while self._ours:
-            device, address = self._ours.pop()
-            cuda.require().enter(device)
-            cuda.require().free(address)
+        self._ours.free()
 
     def _allocated(self, id: int, nbytes: int) -> MemoryRegion:
         if self.kind == "host":
             return MemoryRegion.of_array(id, np.zeros(nbytes, np.uint8))
-        driver = cuda.require()
-        driver.enter(self.device)
-        address = driver.allocate(nbytes)
-        self._ours.append((self.device, address))
+        address = self._ours.allocate(self.device, nbytes)
         return MemoryRegion(id, self.kind, self.device, address, nbytes, self)
 
     def _poison(self, region: MemoryRegion) -> None:
