@@ -163,11 +163,18 @@ def _leave_under_way(pair: Pair, way: Way) -> None:
             raise RuntimeError("nothing is under way, although the peer stands still")
 
 
+#: Kill the process ``$0`` in two seconds, if the number is its own still: it began when it did.
+_LATER = (
+    "began() { sed 's/.*) //' /proc/$0/stat | cut -d' ' -f20; }; it=$(began);"
+    ' sleep 2; [ -n "$it" ] && [ "$it" = "$(began)" ] && kill -9 $0'
+)
+
+
 def _outlive(far: RemoteEnd) -> None:
     """The peer is somebody else's process: it lives for longer than this one, and it must not outlive the test."""
     process = far.process.let_go()
     subprocess.Popen(
-        ["/bin/sh", "-c", f"sleep 2; kill -9 {process}"], start_new_session=True,
+        ["/bin/sh", "-c", _LATER, str(process)], start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ).returncode = 0  # not waited for  # fmt: skip
 

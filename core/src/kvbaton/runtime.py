@@ -110,6 +110,8 @@ class PDRuntime:
         except BaseException:
             if listening is not None:
                 listening.close()
+            for exporter in spans:
+                exporter.close()
             raise
         runtime = cls(service, lambda: engine.tokenizer(settings.model, options))
         runtime._listening = listening

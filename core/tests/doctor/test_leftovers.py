@@ -156,6 +156,14 @@ def test_what_does_not_say_whose_it_is_is_kept(places):
     assert "does not say whose it is" in reason(places, "kvbaton-kill-abc")
 
 
+def test_a_folder_that_hands_its_group_on_is_cleaned_too(places):
+    places.folders[0].chmod(0o2700)
+    (left := private_directory.make(places.folders[0])).path.stat()
+    os.close(left.lock)
+    proc = fake_proc(places, os.getpid(), left.path.stat().st_mtime - 5, state="Z")
+    assert fates(Places(places.folders, places.shared_memory, proc=proc)) == {left.path.name: "removed"}
+
+
 def test_what_only_happens_to_have_such_a_name_is_kept(places, dead):
     ours = directory(places, f"kvbaton-{dead}-abcd1234")
     ours.chmod(0o755)

@@ -86,6 +86,9 @@ class Connector(ConnectorBase):
         self.say(peer.name, Word("bye", self.me.name))
 
     def submit(self, chunk):
+        if self.fault in ("hang", "die"):
+            print("and so on\n" * 10_000, flush=True)
+            print("the last straw", flush=True)
         if self.fault == "hang" and self.me.name.startswith("prefill"):
             signal.pause()
         if self.fault == "raise":

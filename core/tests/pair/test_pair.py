@@ -100,7 +100,7 @@ def test_segments_outside_of_memory_are_refused_before_anybody_is_asked():
         ("half", "failed", "prefill-0: what it answers in opening is not what it should be: .*max_segments"),
         ("surrogate", "failed", r"prefill-0: its answer cannot be sent: UnicodeEncodeError: .*udcff"),
         ("hang", "hung", r"prefill-0: its process hangs in sending, in submit \(datagram_transport.py:\d+\)"),
-        ("die", "died", r"prefill-0: its process died in sending \(killed by SIGKILL\)"),
+        ("die", "died", r"prefill-0: its process died in sending \(killed by SIGKILL\): the last straw"),
         ("target dies", "died", r"decode-0: its process died in \w+ \(exit status 3\)"),
         ("no receipt", "late", "prefill-0: no receipt came for what is done"),
         ("outside", "wrong", "1 bytes outside of what was to be written have changed, the first at byte 131072 of"),

@@ -98,7 +98,7 @@ def remove_abandoned(directory: Path) -> bool:
         return False
     try:
         found = os.fstat(lock)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        if found.st_uid != os.geteuid() or found.st_mode & 0o777 != 0o700:
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)

@@ -133,7 +133,7 @@ def _private(path: Path) -> bool:
         mode = os.lstat(path).st_mode
     except OSError:
         return False
-    return stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and stat.S_IMODE(mode) == 0o700)
+    return stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & 0o777 == 0o700)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -28,6 +28,8 @@ Cause = Literal["refused", "failed", "late", "hung", "died", "wrong"]
 GRACE = 5.0
 #: ... for the stacks of a process that hangs, and for one that was killed to be gone.
 _LAST_WORDS = 2.0
+#: Bytes of what it says that are looked at.
+_SAID = 1 << 16
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$', re.MULTILINE)
 
 
@@ -123,8 +125,14 @@ class EndProcess:
         return False
 
     def said(self) -> str:
-        """What it has written to standard output and standard error."""
-        return os.pread(self._said.fileno(), 1 << 16, 0).decode(errors="replace").strip()
+        """What it has written to standard output and standard error, the last of it."""
+        return self._since(0).strip()
+
+    def _since(self, offset: int) -> str:
+        """What has come behind the first ``offset`` bytes; of much the last."""
+        end = os.fstat(self._said.fileno()).st_size
+        start = max(offset, end - _SAID)
+        return os.pread(self._said.fileno(), _SAID, start).decode(errors="replace")
 
     def leave(self, bound: float) -> str:
         """Let it close; what was wrong with that, empty where nothing was."""
@@ -173,7 +181,7 @@ class EndProcess:
 
     def _stacks(self) -> str:
         """Where its threads are, the one that answers first."""
-        before = len(self.said())
+        before = os.fstat(self._said.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
         until = time.monotonic() + _LAST_WORDS
@@ -182,7 +190,7 @@ class EndProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.02)
                 break
-            text = self.said()[before:]
+            text = self._since(before)
         threads = [part for part in text.split("\n\n") if "in serve" in part]
         return threads[0] if threads else text
 
