@@ -24,9 +24,6 @@ class Devices:
         self.arrays = {}
         self.settled = True
 
-    def count(self):
-        return 2
-
     def enter(self, device):
         self.current = device
 

@@ -16,9 +16,6 @@ from kvbaton.errors import TransportError
 class Cuda(Protocol):
     """The driver, or what a test has in its place.  Addresses and sizes are bytes."""
 
-    def count(self) -> int:
-        """How many devices this process sees."""
-
     def enter(self, device: int) -> None:
         """Make the device's primary context the calling thread's own."""
 
@@ -47,11 +44,6 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-
-    def count(self) -> int:
-        found = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(found))
-        return found.value
 
     def enter(self, device: int) -> None:
         context = ctypes.c_void_p()
