@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvbaton.connector import ConnectorPlugin
 from kvbaton.engine import ColocatedEngine, Request, Role, StepOutput, Tokenizer
-from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused, TraceNotWritten
+from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused, SettingsError, TraceNotWritten
 from kvbaton.hooks import Hooks
 from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.observe.logs import set_level
@@ -414,6 +414,10 @@ def _traces(settings: Settings, hooks: Sequence[object]) -> list[Trace]:
     """
     loaded = sys.modules.get("kvbaton.observe.trace")
     found = [] if loaded is None else [hook for hook in hooks if isinstance(hook, loaded.Trace)]
+    if any(trace.used for trace in found):
+        raise SettingsError(
+            "this Trace is of another runtime already: make one for each", key="hooks"
+        )
     if settings.trace.path is None:
         return found
     from kvbaton.observe.trace import Trace, check_path

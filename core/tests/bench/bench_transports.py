@@ -1,6 +1,7 @@
 """Loopback with a baseline, which is broken in one way: a plugin for each, named ``bench_transports:NAME``."""
 
 import os
+import time
 
 from kvbaton_loopback.plugin import LoopbackPlugin
 
@@ -35,6 +36,8 @@ class Raw:
         self.came = 0
 
     def move(self):
+        if self.fault == "early":
+            time.sleep(0.05)  # longer than the target takes to say that it has everything
         if self.fault == "move":
             raise RuntimeError("the wire is cut")
         if self.fault == "die":
@@ -48,6 +51,8 @@ class Raw:
             self.other.came += 1
 
     def arrived(self):
+        if self.fault == "early":
+            return self.count
         came, self.came = self.came, 0
         return came
 
@@ -64,6 +69,6 @@ class Plugin(LoopbackPlugin):
         return Raw(options, regions, self.fault)
 
 
-sound, fails_at_open, fails_at_move, dies, wrong, fails_at_close = (
-    Plugin(fault) for fault in ("", "open", "move", "die", "wrong", "close")
+sound, fails_at_open, fails_at_move, dies, wrong, early, fails_at_close = (
+    Plugin(fault) for fault in ("", "open", "move", "die", "wrong", "early", "close")
 )

@@ -53,6 +53,7 @@ def test_kvbaton_beside_a_copy_and_a_baseline():
         ("fails_at_open", "the baseline is left out: RuntimeError: no such device"),
         ("fails_at_move", "raw copies is left out: RuntimeError: the wire is cut"),
         ("dies", "raw copies failed and is left out: .*died"),
+        ("early", "raw copies is left out: its target has everything before it was sent"),
         ("wrong", "raw copies failed and is left out: T3: .*bytes are wrong"),
     ],
 )

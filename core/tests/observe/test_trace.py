@@ -362,6 +362,15 @@ def test_who_interrupts_the_trace_has_the_stages_ended(monkeypatch: pytest.Monke
         runtime.add_request(Request((1,), SamplingParams(max_tokens=1)))
 
 
+def test_a_trace_is_of_one_runtime() -> None:
+    trace = Trace()
+    with PDRuntime.start(settings(stages__launch="inproc"), hooks=[trace]) as runtime:
+        with pytest.raises(SettingsError, match="make one for each"):
+            PDRuntime.start(settings(stages__launch="inproc"), hooks=[trace])
+        serve(runtime, 1)
+    assert len(trace.timeline().requests) == 1
+
+
 def test_texts_that_are_none_and_long_names_are_written(tmp_path: Path) -> None:
     path = tmp_path / ("é" * 120 + ".json")
     with PDRuntime.start(settings(stages__launch="inproc", trace__path=str(path))) as runtime:

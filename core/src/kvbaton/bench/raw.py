@@ -54,7 +54,7 @@ def open_end(end: End, transport: str, options: dict[str, Any], memory: MemoryKi
         return {"error": ""}
     raw: Baseline = make(valid, end.memory.regions)
     _states[end] = _State(raw)
-    return {"name": raw.name, "address": raw.address()}
+    return {"name": str(raw.name), "address": bytes(raw.address())}
 
 
 @_answering

@@ -233,7 +233,13 @@ class _Raw:
         )
         source, target = (self._said(answer) for answer in answers)
         self.has_its_turn = False
-        return None if source is None or target is None else float(source["seconds"])
+        if source is None or target is None:
+            return None
+        seconds = float(source["seconds"])
+        if seconds <= 0.0:
+            self._said({"error": "its target has everything before it was sent, as it says"})
+            return None
+        return seconds
 
     def close(self) -> None:
         self._closing = True

@@ -189,6 +189,11 @@ class Trace:
 
     # -- for the runtime ---------------------------------------------------------------------------------------------
 
+    @property
+    def used(self) -> bool:
+        """Whether it is, or was, some runtime's: it cannot be another's."""
+        return self._ask is not None
+
     def watch(self, ask: Ask, about: Mapping[str, str]) -> None:
         """Tell every stage to note what it does, and read them from now on.  ``PDRuntime.start`` does this."""
         self._ask, self._about = ask, dict(about)
