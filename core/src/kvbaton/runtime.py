@@ -415,9 +415,7 @@ def _traces(settings: Settings, hooks: Sequence[object]) -> list[Trace]:
     loaded = sys.modules.get("kvbaton.observe.trace")
     found = [] if loaded is None else [hook for hook in hooks if isinstance(hook, loaded.Trace)]
     if any(trace.used for trace in found):
-        raise SettingsError(
-            "this Trace is of another runtime already: make one for each", key="hooks"
-        )
+        raise SettingsError("this Trace is of another runtime already: make one for each", key="hooks")
     if settings.trace.path is None:
         return found
     from kvbaton.observe.trace import Trace, check_path
