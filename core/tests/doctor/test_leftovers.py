@@ -247,6 +247,34 @@ def test_a_directory_that_was_just_made_is_kept_and_one_whose_maker_was_killed_i
     ours.remove()
 
 
+@pytest.mark.parametrize("moment", ["made", "opened", "being removed"])
+def test_one_that_another_container_cleans_as_it_is_made_is_made_again(places, monkeypatch, moment):
+    """It cannot know whose number the name has, and no lock is held yet."""
+    mkdtemp, flock, taken = tempfile.mkdtemp, fcntl.flock, []
+
+    def made(**how):
+        path = mkdtemp(**how)
+        if not taken and moment == "made":
+            taken.append(path)
+            Path(path).rmdir()
+        return path
+
+    def locked(descriptor, how):
+        if not taken:
+            taken.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            Path(taken[0]).rmdir()
+            if moment == "being removed":
+                raise BlockingIOError
+        flock(descriptor, how)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    monkeypatch.setattr(fcntl, "flock", locked)
+    ours = private_directory.locked(places.folders[0])
+    assert ours.path.is_dir()
+    assert str(ours.path) not in taken
+    ours.remove()
+
+
 def test_keys_that_are_being_made_are_kept(places, tmp_path, monkeypatch):
     """Those of a killed process are as any directory of that kind."""
     keys = tmp_path / "keys"

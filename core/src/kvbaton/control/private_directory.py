@@ -10,6 +10,7 @@ removed by its last stages, or by the next one that makes a directory in the sam
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -26,6 +27,8 @@ from kvbaton.errors import ConfigurationError
 #: mkdtemp makes of it: ``kvbaton-20260412-results`` is somebody's.
 NAME: Final = r"kvbaton-(?P<pid>[1-9]\d{0,6})-[a-z0-9_]{8}"
 _NAME = re.compile(NAME)
+#: Directories that are made before it is given up.
+_TRIES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,22 @@ def locked(parent: Path, prefix: str = "") -> PrivateDirectory:
 
     Raises ``OSError``.
     """
-    made = Path(tempfile.mkdtemp(prefix=f"{prefix}kvbaton-{os.getpid()}-", dir=parent))
-    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # a file system without locks: nobody will find the lock free either
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return PrivateDirectory(made, lock)
+    for _ in range(_TRIES):
+        made = Path(tempfile.mkdtemp(prefix=f"{prefix}kvbaton-{os.getpid()}-", dir=parent))
+        # before it is locked, a container to which our number means nobody may take it for a dead one's
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kept = made.exists()
+            except BlockingIOError:
+                kept = False
+            except OSError:  # a file system without locks: nobody will find the lock free either
+                kept = True
+            if kept:
+                return PrivateDirectory(made, lock)
+            os.close(lock)
+    raise OSError(errno.ENOENT, "what is made there is removed at once by somebody else")
 
 
 def remove_abandoned(directory: Path) -> bool:
