@@ -388,6 +388,15 @@ def test_launch_process_over_a_transport_within_one_process_is_refused(installed
         choose_placement(settings(transport={"name": "loopback"}, stages={"launch": "process"}))
 
 
+def test_under_launch_auto_the_cause_is_not_a_launch_that_nobody_asked_for(installed):
+    far = Plain(Availability(False, capabilities=Capabilities(cross_process=True, memory_kinds=frozenset({"cuda"}))))
+    near = Plain(Availability(False, "it is broken", capabilities=Capabilities(same_process=True)))
+    with pytest.raises(PluginUnavailable, match="moves cuda memory only"):
+        choose_placement(settings(), far)
+    with pytest.raises(PluginUnavailable, match="it is broken"):
+        choose_placement(settings(), near)
+
+
 def test_an_instance_takes_the_place_of_the_name(installed):
     instance = Plain(Availability(True, capabilities=Capabilities(same_process=True)))
     placement = choose_placement(settings(), instance)

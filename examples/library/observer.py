@@ -37,8 +37,10 @@ def main() -> None:
     settings, _ = load(overrides={"model": "smollm2", "transport.name": "loopback"})
     with PDRuntime.start(settings, hooks=[observer]) as runtime:
         prompt = tuple(runtime.tokenizer.encode("The capital of France is"))
+        tokens: list[int] = []
         for output in runtime.stream(runtime.add_request(Request(prompt, SamplingParams(max_tokens=8)))):
-            print(runtime.tokenizer.decode(output.token_ids), end="", flush=True)
+            tokens += output.token_ids
+        print(runtime.tokenizer.decode(tokens))  # not as they come: the observer prints on another thread
     print(f"received {1000 * max(observer.seconds):.1f} ms after the last chunk was submitted")
 
 

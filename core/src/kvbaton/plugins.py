@@ -172,7 +172,7 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
     kind: Literal["host", "cuda"] = "host" if settings.stages.devices is None else "cuda"
     launches: Sequence[Literal["inproc", "process", "remote"]]
     launches = ("process", "inproc") if settings.stages.launch == "auto" else (settings.stages.launch,)
-    refusal: PluginUnavailable | None = None
+    refusals: list[PluginUnavailable] = []
     for launch in launches:
         need = Need(kind, _REACHES[launch])
         try:
@@ -181,11 +181,11 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
             else:
                 plugin, _ = choose_connector(connector, need, settings.transport.options)
         except PluginUnavailable as error:
-            refusal = error
+            refusals.append(error)
             continue
         return Placement(plugin, need, launch)
-    assert refusal is not None
-    raise refusal
+    # under "auto" nobody has asked for a launch: that it cannot be that one is no cause, what else is wrong is
+    raise next((refusal for refusal in refusals if refusal.capability not in _REACHES.values()), refusals[-1])
 
 
 def options_of(settings: Settings, group: Literal["engine", "transport"]) -> BaseModel | None:

@@ -28,7 +28,7 @@ def check_installed() -> None:
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
-            f"the HTTP front needs {' and '.join(missing)}, which is not installed: pip install 'kvbaton[serve]'",
+            f"the HTTP front needs {' and '.join(missing)}, not installed here: pip install 'kvbaton[serve]'",
             missing=tuple(missing),
         )
 
