@@ -127,9 +127,7 @@ def test_a_body_is_bounded_declared_or_not():
             (("content-length", str(len(body))), b""),
             (("transfer-encoding", "chunked"), b"%x\r\n%s\r\n" % (1500, body[:1500])),  # nobody says how long
         ):
-            with contextlib.closing(
-                http.client.HTTPConnection(front.url.removeprefix("http://"), timeout=20)
-            ) as client:
+            with contextlib.closing(http.client.HTTPConnection(where, timeout=20)) as client:
                 client.putrequest("POST", "/v1/completions")
                 client.putheader("content-type", "application/json")
                 client.putheader(*header)
