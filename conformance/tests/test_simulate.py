@@ -167,7 +167,8 @@ def test_no_worker_outlives_the_command() -> None:
     command = [sys.executable, "-m", "kvbaton_conformance.simulate", "--handoffs", "1000000", "--jobs", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
         by = time.monotonic() + 60.0
-        while _seconds(running.pid) < 1.5 and time.monotonic() < by:  # a worker is at work
+        while _seconds(running.pid) < 1.5:  # of which starting takes less: a worker is at work
+            assert time.monotonic() < by, "no worker has begun"
             threading.Event().wait(0.02)
         running.kill()
         running.communicate(timeout=60.0)  # the pipe ends when its last holder has
