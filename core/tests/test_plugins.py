@@ -352,12 +352,21 @@ def test_auto_does_not_depend_on_the_order_of_installation(installed):
     assert choose_connector("auto", Need())[0].name == "loopback"
 
 
+def test_auto_takes_of_those_that_prove_as_much_the_one_that_was_measured_to_be_fastest(installed):
+    installed.connector("third", quiet="peer_death", copies_in_submit=False, revocable=True)
+    for name, copies in (("ucx", False), ("nixl", True), ("cuda_ipc", False)):
+        installed.connector(name, quiet="peer_death", copies_in_submit=copies, revocable=name == "ucx")
+    assert choose_connector("auto", Need())[0].name == "cuda_ipc"
+    installed.connector("careful", quiet="exact", copies_in_submit=True)
+    assert choose_connector("auto", Need())[0].name == "careful"
+
+
 def test_auto_without_a_usable_transport_gives_every_reason(installed):
     installed.connector("loopback", "kvbaton-loopback")
     error = refusal(PluginUnavailable, "auto", PROCESS)
     assert str(error).startswith("no installed transport can move host memory cross process. transport loopback")
     assert "works only within one process" in str(error)
-    assert str(error).endswith("Others: pip install kvbaton-nixl or kvbaton-cuda-ipc")
+    assert str(error).endswith("Others: pip install kvbaton-cuda-ipc or kvbaton-nixl")
 
 
 def test_auto_with_nothing_installed(installed):

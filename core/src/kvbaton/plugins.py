@@ -46,9 +46,11 @@ AUTO: Final = "auto"
 #: First-party names and the distributions that bring them.
 FIRST_PARTY: Final[Mapping[str, Mapping[str, str]]] = {
     CONNECTORS: {
+        # in the order in which they were measured: a device's own memory, then what reaches everything, then what
+        # makes up for it where it cannot be used
         "loopback": "kvbaton-loopback",
-        "nixl": "kvbaton-nixl",
         "cuda_ipc": "kvbaton-cuda-ipc",
+        "nixl": "kvbaton-nixl",
         "ucx": "kvbaton-cuda-ipc",
     },
     ENGINES: {"transformers": "kvbaton-transformers"},
@@ -463,14 +465,15 @@ _QUIET = {"exact": 0, "peer_death": 1, "never": 2}
 
 
 def _rank(loaded: _Loaded, able: Capabilities | None) -> tuple[object, ...]:
-    """Best first: what it can prove, then what it costs the calling thread, then first-party order, then the name."""
+    """Best first: what it can prove, then first-party order, which is that of their speed; of others what they cost
+    the calling thread, whether they can take memory back, then the name."""
     able = able or Capabilities(quiet="never")
     order = list(FIRST_PARTY[CONNECTORS])
     return (
         _QUIET[able.quiet],
+        order.index(loaded.name) if loaded.name in order else len(order),
         able.copies_in_submit,
         not (able.disconnect_fences or able.revocable),
-        order.index(loaded.name) if loaded.name in order else len(order),
         loaded.name,
     )
 
