@@ -124,7 +124,8 @@ def test_an_older_epoch_of_us_is_not_greeted(ends):
     a, b = ends.open("a"), ends.open("b")
     a.connect(PeerId(b.me.name, b.me.epoch - 1), b.card)
     b.connect(a.me, a.card)
-    ends.idle(200)
+    ends.until(lambda: b.dropped, "the hello has come")
+    ends.idle()
     assert not b.up(a.me)
     assert b.dropped == 1
 
