@@ -1,7 +1,6 @@
 """Loopback with a baseline, which is broken in one way: a plugin for each, named ``bench_transports:NAME``."""
 
 import os
-import time
 
 from kvbaton_loopback.plugin import LoopbackPlugin
 
@@ -36,8 +35,6 @@ class Raw:
         self.came = 0
 
     def move(self):
-        if self.fault == "early":
-            time.sleep(0.05)  # longer than the target takes to say that it has everything
         if self.fault == "move":
             raise RuntimeError("the wire is cut")
         if self.fault == "die":

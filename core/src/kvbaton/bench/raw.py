@@ -102,10 +102,12 @@ def move(end: End, bound: float) -> Answer:
 
 @_answering
 def receive(end: End, bound: float) -> Answer:
-    """At the target: ring once ready, and once everything is there, where that can be known."""
+    """At the target: ring once ready, and once everything is there, where that can be known.  ``early``: it says that
+    something is there before the source has heard that it may begin."""
     by = time.monotonic() + bound
     state = _states[end]
     state.raw.begin()
+    early = state.raw.tells and state.raw.arrived() > 0
     end.ring()
     if not state.raw.tells:
         return {}
@@ -118,7 +120,7 @@ def receive(end: End, bound: float) -> Answer:
             if time.monotonic() > by:
                 raise TransportError(f"{left} of {state.chunks} chunks have not come within {bound:g} s")
     end.ring()
-    return {}
+    return {"early": early}
 
 
 @_answering

@@ -236,7 +236,7 @@ class _Raw:
         if source is None or target is None:
             return None
         seconds = float(source["seconds"])
-        if seconds <= 0.0:
+        if target.get("early") or seconds <= 0.0:
             self._said({"error": "its target has everything before it was sent, as it says"})
             return None
         return seconds
