@@ -16,7 +16,7 @@ class Raw:
         self.regions, self.fault = {region.id: region for region in regions}, fault
         if fault == "open":
             raise RuntimeError("no such device")
-        self.came = 0
+        self.came = self.count = 0
         Raw.ends.append(self)
 
     def address(self):
