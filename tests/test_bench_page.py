@@ -10,9 +10,9 @@ from kvbaton.bench.circumstances import machine, versions
 from kvbaton.bench.handoffs import HandOffs
 from kvbaton.bench.measured import SCHEMA, Measured
 from kvbaton.bench.models import find
-from kvbaton.bench.spread import Spread
 from kvbaton.bench.traffic import Traffic
 from kvbaton.bench.wire import Beside, Carried
+from kvbaton.spread import Spread
 
 from .workspace import ROOT
 

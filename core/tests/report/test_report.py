@@ -138,10 +138,10 @@ def test_failures_are_told_with_their_causes() -> None:
 
 def test_what_a_phase_comes_to_is_counted_over_the_requests_that_were_in_it() -> None:
     lines = [request(number) for number in range(4)]
-    spreads = {spread.name: spread for spread in figures.phases(lines)}
+    spreads = dict(figures.phases(lines))
     assert list(spreads) == list(PHASES)[:8]
     assert spreads["queue"].count == 4
-    assert spreads["prefill"].p50 == pytest.approx(0.01)
+    assert spreads["prefill"].median == pytest.approx(0.01)
     assert sum(part for _, _, part in figures.shares(lines)) == pytest.approx(1.0)
     assert figures.totals(lines).most == pytest.approx(0.08)
 

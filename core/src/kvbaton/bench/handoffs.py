@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbaton.bench.engine import NAME, BenchOptions
-from kvbaton.bench.spread import Spread
 from kvbaton.bench.traffic import Traffic
 from kvbaton.engine import Request, SamplingParams
 from kvbaton.errors import TransferFailed
 from kvbaton.records import RequestRecord
 from kvbaton.runtime import PDRuntime
 from kvbaton.settings import EngineSettings, Settings, StagesSettings
+from kvbaton.spread import Spread
 
 #: Rounds of the rate; how many times as many requests one of them has at least as are under way at once, and at most.
 _ROUNDS, _ROUND, _LONGEST = 5, 2, 2000

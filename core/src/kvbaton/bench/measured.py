@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvbaton.bench.handoffs import HandOffs
-from kvbaton.bench.spread import Spread, significant
 from kvbaton.bench.traffic import Traffic
 from kvbaton.bench.wire import Carried
 from kvbaton.connector import MemoryKind
+from kvbaton.spread import Spread, significant
 
 SCHEMA: Final = 1
 

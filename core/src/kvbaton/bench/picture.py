@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbaton.bench.measured import Measured
-from kvbaton.bench.spread import Spread
 from kvbaton.errors import SettingsError
 from kvbaton.quantities import size
+from kvbaton.spread import Spread
 
 ENDINGS: Final = (".svg", ".png")
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from kvbaton.bench import handoffs, room, wire
 from kvbaton.bench.circumstances import machine, versions
 from kvbaton.bench.measured import Measured
-from kvbaton.bench.spread import significant
 from kvbaton.bench.traffic import Traffic
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError
 from kvbaton.plugins import choose_placement
 from kvbaton.quantities import size
 from kvbaton.settings import Settings
+from kvbaton.spread import significant
 
 #: Requests under way at once where nobody says: the first that fits.
 _AT_ONCE = (4, 2, 1)

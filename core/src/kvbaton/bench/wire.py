@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbaton.bench.spread import Spread
 from kvbaton.connector import MemoryKind, Reach
 from kvbaton.pair import Bounds, PairFailed, Way, open_pair
 from kvbaton.segments import Segments
+from kvbaton.spread import Spread
 
 #: Turns that count, at most and at least, and those before the first.
 _TURNS: Final = 200

@@ -19,7 +19,6 @@ from kvbaton.bench.handoffs import HandOffs
 from kvbaton.bench.measured import Measured
 from kvbaton.bench.models import find, with_numbers
 from kvbaton.bench.plan import Plan, carry_out
-from kvbaton.bench.spread import Spread
 from kvbaton.bench.traffic import Layout, Traffic
 from kvbaton.bench.wire import Carried
 from kvbaton.cli.interrupt import Interrupt
@@ -27,6 +26,7 @@ from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError, closest
 from kvbaton.quantities import size
 from kvbaton.settings import Settings
+from kvbaton.spread import Spread
 
 #: What is benched where nobody says.
 DEFAULT_MODEL = "llama-8b"

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from kvbaton.observe.timeline import PHASES, Chunk, RequestLine, StageLine, Timeline
+from kvbaton.spread import NOTHING, Spread
 
 #: Moments at which a picture over time is drawn.
 BINS: Final = 160
@@ -17,30 +18,9 @@ BINS: Final = 160
 AFTER: Final = "retire"
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How long something took that happened ``count`` times."""
-
-    name: str
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    most: float
-
-    @property
-    def total(self) -> float:
-        return self.mean * self.count
-
-
-def spread(name: str, values: Sequence[float]) -> Spread:
-    """Percentiles are interpolated; of nothing everything is 0."""
-    if not values:
-        return Spread(name, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    column = np.asarray(values)
-    p50, p90, p99 = np.percentile(column, (50, 90, 99))
-    return Spread(name, len(values), float(column.mean()), float(p50), float(p90), float(p99), float(column.max()))
+def spread(values: Sequence[float]) -> Spread:
+    """Of however many; of none :data:`~kvbaton.spread.NOTHING`."""
+    return Spread.of(values) if values else NOTHING
 
 
 def phase_seconds(request: RequestLine) -> dict[str, float]:
@@ -52,22 +32,21 @@ def phase_seconds(request: RequestLine) -> dict[str, float]:
     return dict(taken)
 
 
-def phases(requests: Iterable[RequestLine]) -> list[Spread]:
-    """Of every phase that occurred, over the requests that were in it, in the order of a request's life."""
+def phases(requests: Iterable[RequestLine]) -> list[tuple[str, Spread]]:
+    """Seconds in every phase that occurred, over the requests that were in it, in the order of a request's life."""
     values: dict[str, list[float]] = defaultdict(list)
     for request in requests:
         for name, seconds in phase_seconds(request).items():
             values[name].append(seconds)
-    return [spread(name, values[name]) for name in PHASES if name in values]
+    return [(name, spread(values[name])) for name in PHASES if name in values]
 
 
 def first_tokens(requests: Iterable[RequestLine]) -> Spread:
-    values = [r.first_token - r.added for r in requests if r.first_token is not None]
-    return spread("first token", values)
+    return spread([r.first_token - r.added for r in requests if r.first_token is not None])
 
 
 def totals(requests: Iterable[RequestLine]) -> Spread:
-    return spread("whole request", [r.ended - r.added for r in requests if r.ended is not None])
+    return spread([r.ended - r.added for r in requests if r.ended is not None])
 
 
 def shares(requests: Sequence[RequestLine]) -> list[tuple[str, float, float]]:
@@ -116,7 +95,7 @@ def use(stage: StageLine, length: float) -> Use:
     for command in stage.commands:
         other += command.ended - command.began
         spans.append((command.began, command.ended))
-    steps = spread("step", [step.ended - step.began for step in stage.steps])
+    steps = spread([step.ended - step.began for step in stage.steps])
     return Use(
         stage, prefill / length, decode / length, other / length, steps,
         max((step.batch or step.ranges for step in stage.steps), default=0), sum(step.tokens for step in stage.steps),
@@ -175,7 +154,7 @@ def _way(source: str, destination: str, chunks: Sequence[Chunk]) -> Way:
     return Way(
         source, destination, len(chunks), sum(c.nbytes for c in chunks), sum(c.segments for c in chunks),
         sum(nbytes for _, _, nbytes in there) / seconds if seconds else 0.0,
-        spread("on the way", [ended - began for began, ended, _ in there]), spread("waits for room", waited),
+        spread([ended - began for began, ended, _ in there]), spread(waited),
         sum(c.full is not None for c in chunks),
     )  # fmt: skip
 

@@ -71,8 +71,8 @@ def _head(timeline: Timeline, title: str, done: Sequence[RequestLine]) -> str:
     whole, first = figures.totals(done), figures.first_tokens(done)
     tiles = [
         ("requests", str(len(timeline.requests)), ", ".join(f"{count} {name}" for name, count in ended.most_common())),
-        ("first token", duration(first.p50) if first.count else "–", f"median; p99 {duration(first.p99)}"),
-        ("whole request", duration(whole.p50) if whole.count else "–", f"median; p99 {duration(whole.p99)}"),
+        ("first token", duration(first.median) if first.count else "–", f"median; p99 {duration(first.p99)}"),
+        ("whole request", duration(whole.median) if whole.count else "–", f"median; p99 {duration(whole.p99)}"),
         ("tokens made", f"{tokens:,}", f"{tokens / timeline.length:,.0f} a second" if timeline.length else ""),
         ("handed over", size(sum(request.nbytes for request in timeline.requests)),
          plural(sum(request.chunks for request in timeline.requests), "chunk")),
@@ -120,14 +120,16 @@ def _fall(timeline: Timeline) -> str:
 
 
 def _phases(done: Sequence[RequestLine]) -> str:
-    spreads = [*figures.phases(done), figures.first_tokens(done), figures.totals(done)]
+    spreads = [
+        *figures.phases(done), ("first token", figures.first_tokens(done)), ("whole request", figures.totals(done))
+    ]  # fmt: skip
     rows: list[Sequence[Cell]] = []
-    for spread in spreads:
-        key = f'<span class="key p-{escape(spread.name)}"></span>' if spread.name in PHASES else ""
-        times = (spread.mean, spread.p50, spread.p90, spread.p99, spread.most)
-        rows.append(((key + escape(spread.name), "raw"), f"{spread.count}", *map(milliseconds, times)))
+    for name, spread in spreads:
+        key = f'<span class="key p-{escape(name)}"></span>' if name in PHASES else ""
+        times = (spread.mean, spread.median, spread.p90, spread.p99, spread.most)
+        rows.append(((key + escape(name), "raw"), f"{spread.count}", *map(milliseconds, times)))
     return "<p>Milliseconds, over the requests that were in it.</p>" + _table(
-        ("phase", "requests", "mean", "p50", "p90", "p99", "most"), rows
+        ("phase", "requests", "mean", "median", "p90", "p99", "most"), rows
     )
 
 
@@ -143,7 +145,7 @@ def _stages(timeline: Timeline) -> str:
             name += f' <span class="bad">lost at {escape(duration(stage.lost))}</span>'
         rows.append((
             (name, "raw"), f"{use.busy:.0%}", f"{use.prefill:.0%}", f"{use.decode:.0%}", f"{use.other:.1%}",
-            f"{use.steps.count}", milliseconds(use.steps.p50), milliseconds(use.steps.most), f"{use.largest_batch}",
+            f"{use.steps.count}", milliseconds(use.steps.median), milliseconds(use.steps.most), f"{use.largest_batch}",
             f"{use.held:.1%}",
         ))  # fmt: skip
         label = f"{stage.name}: busy {use.busy:.0%} of the time"
@@ -156,7 +158,7 @@ def _stages(timeline: Timeline) -> str:
         "decode",
         "other",
         "steps",
-        "step p50 ms",
+        "step median ms",
         "most ms",
         "largest batch",
         "held back",
@@ -176,14 +178,14 @@ def _bytes(timeline: Timeline) -> str:
         return "<p>Nothing was seen on its way.</p>"
     rows = [
         (f"{way.source} → {way.destination}", f"{way.chunks}", size(way.nbytes), f"{way.segments:,}",
-         rate(way.rate), milliseconds(way.on_the_way.p50), milliseconds(way.on_the_way.p99),
+         rate(way.rate), milliseconds(way.on_the_way.median), milliseconds(way.on_the_way.p99),
          milliseconds(way.on_the_way.most), milliseconds(way.room.most), f"{way.refused}")
         for way in ways
     ]  # fmt: skip
     course = figures.flying(timeline.requests, timeline.length)
     most = float(course.max())
     label = f"bytes on their way, {size(most)} at most"
-    head = ("way", "chunks", "bytes", "segments", "rate", "on the way p50 ms", "p99 ms", "most ms",
+    head = ("way", "chunks", "bytes", "segments", "rate", "on the way median ms", "p99 ms", "most ms",
             "wait for room, most ms", "found it full")  # fmt: skip
     return (
         "<p>A chunk is on its way from its submission at the source to its receipt at the destination. The rate is of "
