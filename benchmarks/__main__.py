@@ -27,13 +27,11 @@ import importlib.util
 import inspect
 import json
 import os
-import platform
 import re
 import shlex
 import sys
 import time
 import traceback
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +40,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbaton.bench.circumstances import in_words, machine, versions
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-VERSIONS = ("kvbaton", "numpy", "msgspec", "pyzmq", "torch", "nixl", "ucxx")
 HEADS = ("id", "case", "value", "unit", "target", "")
 Row = dict[str, Any]
 #: What one benchmark gave: its ``rows``, and ``id``, ``command``, ``date``, ``machine``, ``versions``, ``load``,
@@ -110,29 +109,6 @@ def run_delay() -> float | None:
         return None
 
 
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        cpu = names[0] if names else cpu
-    facts = {"cpu": cpu, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"}
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        facts["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    return facts
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
@@ -148,8 +124,7 @@ def _lower(row: Row) -> bool:
 
 
 def show(results: list[Result], console: Console) -> None:
-    facts = machine()
-    table = Table(*HEADS, title=f"{facts['cpu']}, {facts['cores']} cores, load {os.getloadavg()[0]:.1f}")
+    table = Table(*HEADS, title=f"{in_words(machine())}, load {os.getloadavg()[0]:.1f}")
     for result in results:
         for row in result["rows"]:
             table.add_row(*map(Text, cells(row)), style="yellow" if row["ok"] is False else None)
@@ -178,11 +153,10 @@ def markdown(results: list[Result]) -> str:
     ]
     lines += ["| --- " * 6 + "|"]
     for result in results:
-        m, load, share = result["machine"], result["load"], result["disturbed"]
-        on = ", ".join([m["cpu"], f"{m['cores']} cores", *([m["gpu"]] if "gpu" in m else [])])
+        load, share = result["load"], result["disturbed"]
         of = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         lines.append(
-            f"| {result['id']} | `{result['command']}`, {result['date']} | {on} |"
+            f"| {result['id']} | `{result['command']}`, {result['date']} | {in_words(result['machine'])} |"
             f" {load[0]} to {load[1]} | {'' if share is None else f'{share:.0%}'} | {of} |"
         )
     return "\n".join(lines) + "\n"

@@ -9,6 +9,8 @@ from typing import Any
 
 from tools.pages.borrowed import relinked
 
+from kvbaton.bench.circumstances import in_words
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 #: What each benchmark asks, in the order of the page.
@@ -60,12 +62,8 @@ def page(pictures: Path, repository: str = "") -> str:
 
 
 def _run(run: dict[str, Any]) -> list[str]:
-    machine = run["machine"]
-    where = f"{machine['cpu']}, {machine['cores']} cores" + "".join(
-        f", {machine[key]}" for key in ("gpu", "gpus", "cuda") if key in machine
-    )
     lines = [
-        f"`{run['command']}`, {run['date']}, {where}; disturbed {run.get('disturbed', 0):.0%}", "",
+        f"`{run['command']}`, {run['date']}, {in_words(run['machine'])}; disturbed {run.get('disturbed', 0):.0%}", "",
         "| case | measured | unit | target | | in figures |", "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in run["rows"]:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from kvbaton.bench.circumstances import in_words
 from kvbaton.bench.measured import Measured
 from kvbaton.errors import SettingsError
 from kvbaton.quantities import size
@@ -57,7 +58,7 @@ def draw(measured: Measured, path: Path) -> None:
     model, traffic, machine = measured.traffic.model, measured.traffic, measured.machine
     figure.suptitle(
         f"{measured.transport}, {measured.memory} memory: {model.name}, {traffic.tokens} tokens in blocks of"
-        f" {traffic.block}\n{machine['cpu']}, {machine['cores']} cores, load {measured.load[0]:g} to"
+        f" {traffic.block}\n{in_words(machine)}, load {measured.load[0]:g} to"
         f" {measured.load[1]:g}",
         fontsize=10, parse_math=False,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvbaton.bench import picture
+from kvbaton.bench.circumstances import in_words
 from kvbaton.bench.handoffs import HandOffs
 from kvbaton.bench.measured import Measured
 from kvbaton.bench.models import find, with_numbers
@@ -154,11 +155,10 @@ def show(measured: Measured, console: Console | None = None) -> None:
         f"{traffic.tokens:,} tokens, {where} blocks of {traffic.block}, layout {traffic.layout}:"
         f" {len(traffic.segments[0]):,} segments, {size(traffic.request_bytes)}"
     )
-    gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ""
     console.print(
         escape(f"{measured.transport}, {measured.memory} memory; load {measured.load[0]:g} to {measured.load[1]:g}")
     )
-    console.print(escape(f"{machine['cpu']}, {machine['cores']} cores{gpus}"))
+    console.print(escape(in_words(machine)))
     if measured.moved is not None:
         console.print()
         console.print(_transport_table(measured.moved, measured.memory))
