@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvbaton import cuda
 from kvbaton.bench.engine import BenchEngine, BenchOptions, plugin
 from kvbaton.bench.models import Model
 from kvbaton.bench.traffic import Traffic
 from kvbaton.engine import Admission, Request, Role, SamplingParams
 from kvbaton.errors import KvbatonError
 from kvbaton.identity import new_transfer_id
-from kvbaton.pair import cuda
 
 TRAFFIC = Traffic(Model("small", layers=3, kv_heads=2, head_dim=4, planes=2, hidden=5), 24, 4)
 WHOLE = Request((1,) * 24, SamplingParams(max_tokens=1))

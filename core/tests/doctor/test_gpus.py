@@ -80,6 +80,10 @@ class Cuda:
     def cuInit(self, flags):
         return self.status
 
+    def cuGetErrorName(self, status, text):
+        text._obj.value = b"CUDA_ERROR_NO_DEVICE"
+        return 0
+
     def cuDeviceGetCount(self, count):
         count._obj.value = 2
         return 0
@@ -151,7 +155,7 @@ def test_the_cuda_driver_is_asked_where_the_other_is_not_there_or_refuses(manage
     ("libraries", "reason"),
     [
         ({}, "no NVIDIA driver"),
-        ({"cuda": Cuda(100)}, "the CUDA driver: cuInit failed (100)"),
+        ({"cuda": Cuda(100)}, "CUDA's driver: cuInit failed with CUDA_ERROR_NO_DEVICE (100)"),
         ({"cuda": object()}, "the CUDA driver: 'object' object has no attribute 'cuInit'"),
         ({"management": Management(("nvmlInit_v2",))}, "the NVIDIA driver: nvmlInit_v2 failed (999)"),
         ({"management": Management(count=0)}, "the NVIDIA driver finds no GPU"),

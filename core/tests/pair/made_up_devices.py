@@ -10,14 +10,14 @@ from dataclasses import replace
 import datagram_transport
 import numpy as np
 
+from kvbaton import cuda
 from kvbaton.connector import Availability, MemoryRegion
-from kvbaton.pair import cuda
 
 CAPABILITIES = replace(datagram_transport.CAPABILITIES, memory_kinds=frozenset({"cuda"}))
 
 
 class Devices:
-    """See :class:`kvbaton.pair.cuda.Cuda`; remembers which device each array belongs to."""
+    """See :class:`kvbaton.cuda.Cuda`; remembers which device each array belongs to."""
 
     def __init__(self):
         self.current = None

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from made_up_devices import Devices
 
+from kvbaton import cuda
 from kvbaton.connector import Capabilities, MemoryRegion
 from kvbaton.errors import TransportError
-from kvbaton.pair import Bounds, PairFailed, cuda, open_pair
+from kvbaton.pair import Bounds, PairFailed, open_pair
 from kvbaton.pair.memory import POISON, Memory, Pattern
 from kvbaton.segments import Segments
 
@@ -108,45 +109,3 @@ def test_a_pair_between_two_devices(tmp_path):
         with pytest.raises(PairFailed, match="405 of 405 bytes are wrong"):
             pair.back.check(READS, WRITES)
     assert problems == []
-
-
-class Library:
-    """``libcuda.so.1``: notes its calls."""
-
-    def __init__(self, status=0):
-        self.status, self.calls = status, []
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            self.calls.append((name, [getattr(getattr(one, "_obj", one), "value", one) for one in arguments]))
-            if name == "cuGetErrorName":
-                arguments[1]._obj.value = b"CUDA_ERROR_OUT_OF_MEMORY"
-                return 0
-            if name == "cuMemAlloc_v2":
-                arguments[0]._obj.value = 0x7000
-            return self.status
-
-        return call
-
-
-def test_the_drivers_calls():
-    library = Library()
-    driver = cuda.Driver(library)
-    driver.enter(1)
-    assert driver.allocate(4096) == 0x7000
-    driver.write(0x7000, 0x10, 8)
-    driver.read(0x10, 0x7000, 8)
-    driver.fill(0x7000, POISON, 4096)
-    driver.copy(0x8000, 0x7000, 16)
-    driver.free(0x7000)
-    assert [name for name, _ in library.calls] == [
-        "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuMemAlloc_v2", "cuMemcpyHtoD_v2",
-        "cuCtxSynchronize", "cuMemcpyDtoH_v2", "cuMemsetD8_v2", "cuCtxSynchronize", "cuMemcpyAsync", "cuMemFree_v2",
-    ]  # fmt: skip
-    assert dict(library.calls)["cuMemcpyAsync"] == [0x8000, 0x7000, 16, None]
-    assert dict(library.calls)["cuMemsetD8_v2"] == [0x7000, POISON, 4096]
-
-
-def test_what_the_driver_refuses_is_named():
-    with pytest.raises(TransportError, match=r"cuMemAlloc_v2 failed with CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
-        cuda.Driver(Library(2)).allocate(1 << 50)

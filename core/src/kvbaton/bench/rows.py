@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton import cuda
 from kvbaton.connector import MemoryKind, MemoryRegion
-from kvbaton.pair import cuda
 
 Which: TypeAlias = Sequence[int] | npt.NDArray[Any]
 Values: TypeAlias = npt.NDArray[np.uint8]

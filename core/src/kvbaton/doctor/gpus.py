@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from kvbaton import cuda
+
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _TEXT: Final = 96
 #: Of nvmlGpuP2PCapsIndex: reading, writing, over NVLink.
@@ -140,46 +142,22 @@ class _Nvml:
 
 def _by_driver(load: Load) -> GpuReport:
     try:
-        library = load("libcuda.so.1")
+        driver = cuda.Driver(load(cuda.LIBRARY))
     except OSError:
         return GpuReport(reason="no NVIDIA driver")
     try:
-        return _Cuda(library).read()
-    except (_Refused, AttributeError) as error:
-        return GpuReport(reason=f"the CUDA driver: {error}")
-
-
-class _Cuda:
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    def read(self) -> GpuReport:
-        self._call("cuInit", ctypes.c_uint(0))
-        count, version = ctypes.c_int(), ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        self._call("cuDriverGetVersion", ctypes.byref(version))
-        numbers = range(count.value)
-        peers = tuple((a, b, self._between(a, b)) for a in numbers for b in numbers if a < b)
-        gpus = tuple(self._gpu(index) for index in numbers)
+        driver.start()
+        numbers = range(driver.count())
+        gpus = tuple(Gpu(n, driver.name(n), driver.memory(n), None, "", "unknown", False) for n in numbers)
+        peers = tuple(
+            (a, b, "pcie" if driver.reaches(a, b) else "none") for a in numbers for b in numbers if a < b
+        )  # fmt: skip
         reason = "" if gpus else "the CUDA driver finds no GPU"
-        return GpuReport(gpus, "", _dotted(version.value), peers, reason)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            raise _Refused(f"{name} failed ({status})")
-
-    def _gpu(self, index: int) -> Gpu:
-        handle, total, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(_TEXT)
-        self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(index))
-        self._call("cuDeviceGetName", name, ctypes.c_int(_TEXT), handle)
-        self._call("cuDeviceTotalMem_v2", ctypes.byref(total), handle)
-        return Gpu(index, name.value.decode(errors="replace"), total.value, None, "", "unknown", False)
-
-    def _between(self, one: int, other: int) -> str:
-        can = ctypes.c_int()
-        self._call("cuDeviceCanAccessPeer", ctypes.byref(can), ctypes.c_int(one), ctypes.c_int(other))
-        return "pcie" if can.value else "none"
+        return GpuReport(gpus, "", _dotted(driver.version()), peers, reason)
+    except cuda.DriverError as error:
+        return GpuReport(reason=str(error))
+    except AttributeError as error:  # what an older one does not have
+        return GpuReport(reason=f"the CUDA driver: {error}")
 
 
 def _dotted(version: int) -> str:

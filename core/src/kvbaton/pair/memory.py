@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton import cuda
 from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.guard import GuardedConnector
-from kvbaton.pair import cuda
 from kvbaton.pair.words import Found
 from kvbaton.segments import Segments
 

@@ -1,20 +1,29 @@
-"""Memory of a CUDA device by the driver's own interface (``libcuda.so.1``): no framework is loaded for it.
+"""CUDA's devices and their memory, by the driver's own interface (``libcuda.so.1``): no framework is loaded for it.
 
-What is allocated so can be shared between processes, as frameworks' memory can.  Calls act in the context that is
-current in the calling thread; :meth:`Driver.enter` makes it the device's primary one, which every framework uses.
+What is allocated so can be shared between processes, as frameworks' memory can.  Calls that concern memory act in the
+context that is current in the calling thread; :meth:`Driver.enter` makes it the device's primary one, which every
+framework uses.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvbaton.errors import TransportError
 
+LIBRARY: Final = "libcuda.so.1"
+#: Bytes of a device's name.
+_NAME: Final = 96
+
+
+class DriverError(TransportError):
+    """A call of CUDA's driver that did not succeed."""
+
 
 class Cuda(Protocol):
-    """The driver, or what a test has in its place.  Addresses and sizes are bytes."""
+    """What moves bytes takes of the driver, or what a test has in its place.  Addresses and sizes are bytes."""
 
     def enter(self, device: int) -> None:
         """Make the device's primary context the calling thread's own."""
@@ -40,16 +49,67 @@ class Cuda(Protocol):
 
 
 class Driver:
-    """See :class:`Cuda`.  Raises :class:`~kvbaton.errors.TransportError` where the driver refuses."""
+    """See :class:`Cuda`; and what there is to know of devices, which are numbered as this process sees them.
+
+    Raises :class:`DriverError` where the driver refuses.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        #: Of each device that was entered, its primary context.  Each is retained once and for good: what frameworks
+        #: and transports made there they may give back as late as at the process's exit, which ends it anyway.
+        self._contexts: dict[int, ctypes.c_void_p] = {}
 
-    def enter(self, device: int) -> None:
-        context = ctypes.c_void_p()
+    # -- devices -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """To be called before anything else."""
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def version(self) -> int:
+        """The newest CUDA that the driver serves, as 1000 times major plus 10 times minor."""
+        found = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(found))
+        return found.value
+
+    def count(self) -> int:
+        """How many devices this process sees."""
+        found = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(found))
+        return found.value
+
+    def name(self, device: int) -> str:
+        name = ctypes.create_string_buffer(_NAME)
+        self._call("cuDeviceGetName", name, ctypes.c_int(_NAME), self._handle(device))
+        return name.value.decode(errors="replace")
+
+    def memory(self, device: int) -> int:
+        """Bytes in all."""
+        total = ctypes.c_size_t()
+        self._call("cuDeviceTotalMem_v2", ctypes.byref(total), self._handle(device))
+        return total.value
+
+    def reaches(self, device: int, other: int) -> bool:
+        """Whether ``device`` can address the memory of ``other``."""
+        if device == other:
+            return True
+        can = ctypes.c_int()
+        self._call("cuDeviceCanAccessPeer", ctypes.byref(can), self._handle(device), self._handle(other))
+        return bool(can.value)
+
+    def _handle(self, device: int) -> ctypes.c_int:
         handle = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        return handle
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def enter(self, device: int) -> None:
+        context = self._contexts.get(device)
+        if context is None:
+            context = ctypes.c_void_p()
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._handle(device))
+            self._contexts[device] = context
         self._call("cuCtxSetCurrent", context)
 
     def allocate(self, nbytes: int) -> int:
@@ -80,20 +140,24 @@ class Driver:
     def settle(self) -> None:
         self._call("cuCtxSynchronize")
 
+    # -- its answers ---------------------------------------------------------------------------------------------------
+
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, name)(*arguments)
+        self._check(name, getattr(self._library, name)(*arguments))
+
+    def _check(self, name: str, status: int) -> None:
         if status:
             text = ctypes.c_char_p()
             known = self._library.cuGetErrorName(status, ctypes.byref(text)) == 0 and text.value
             what = known.decode() if known else "an error without a name"
-            raise TransportError(f"CUDA's driver: {name} failed with {what} ({status})", status=status)
+            raise DriverError(f"CUDA's driver: {name} failed with {what} ({status})", status=status)
 
 
 @functools.cache
 def load() -> Cuda | None:
     """The driver; ``None`` where there is none, or none that finds a device."""
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(LIBRARY)
     except OSError:
         return None
     return Driver(library) if library.cuInit(0) == 0 else None
