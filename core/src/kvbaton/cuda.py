@@ -131,10 +131,10 @@ class Driver:
     def read(self, target: int, address: int, nbytes: int) -> None:
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        stream = ctypes.c_void_p(None)
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         self._call(
-            "cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), stream
+            "cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes),
+            ctypes.c_void_p(stream),
         )  # fmt: skip
 
     def settle(self) -> None:
@@ -154,13 +154,20 @@ class Driver:
 
 
 @functools.cache
-def load() -> Cuda | None:
-    """The driver; ``None`` where there is none, or none that finds a device."""
+def library() -> ctypes.CDLL | None:
+    """The driver's library, ready for use; ``None`` where there is none, or none that finds a device."""
     try:
-        library = ctypes.CDLL(LIBRARY)
+        found = ctypes.CDLL(LIBRARY)
     except OSError:
         return None
-    return Driver(library) if library.cuInit(0) == 0 else None
+    return found if found.cuInit(0) == 0 else None
+
+
+@functools.cache
+def load() -> Cuda | None:
+    """The driver; ``None`` where there is none, or none that finds a device."""
+    found = library()
+    return None if found is None else Driver(found)
 
 
 def require() -> Cuda:

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbaton.errors import TransportError
+import kvbaton.cuda
+from kvbaton.cuda import DriverError
+
+__all__ = ["HANDLE_BYTES", "Allocation", "Cuda", "Driver", "DriverError", "load"]
 
 #: Bytes of a handle by which one process gives memory to another.
 HANDLE_BYTES = 64
@@ -23,10 +26,6 @@ _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 2, 9, 1
 _DEVICE_MEMORY = 2
 # CUipcMem_flags
 _LAZY_PEER_ACCESS = 1
-
-
-class DriverError(TransportError):
-    """A call of CUDA's driver that did not succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,55 +76,22 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_byte * HANDLE_BYTES)]
 
 
-class Driver:
+class Driver(kvbaton.cuda.Driver):
     """See :class:`Cuda`.  Every method raises :class:`DriverError` where the driver refuses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        super().__init__(library)
         library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         pointer = ctypes.c_uint64
         library.cuMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_void_p]
-        self._contexts: dict[int, ctypes.c_void_p] = {}
-
-    def _call(self, name: str, *arguments: object) -> None:
-        self._check(name, getattr(self._library, name)(*arguments))
-
-    def _check(self, name: str, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            known = self._library.cuGetErrorName(status, ctypes.byref(text)) == 0 and text.value
-            what = known.decode() if known else "an error without a name"
-            raise DriverError(f"CUDA's driver: {name} failed with {what} ({status})", status=status)
-
-    def version(self) -> int:
-        found = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(found))
-        return found.value
 
     def devices(self) -> Sequence[bytes]:
-        count = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
         found = []
-        for ordinal in range(count.value):
+        for ordinal in range(self.count()):
             uuid = (ctypes.c_byte * 16)()
             self._call("cuDeviceGetUuid_v2", uuid, ctypes.c_int(ordinal))
             found.append(bytes(uuid))
         return found
-
-    def reaches(self, device: int, other: int) -> bool:
-        if device == other:
-            return True
-        can = ctypes.c_int()
-        self._call("cuDeviceCanAccessPeer", ctypes.byref(can), ctypes.c_int(device), ctypes.c_int(other))
-        return bool(can.value)
-
-    def enter(self, device: int) -> None:
-        context = self._contexts.get(device)
-        if context is None:
-            context = ctypes.c_void_p()
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
-            self._contexts[device] = context
-        self._call("cuCtxSetCurrent", context)
 
     def allocation(self, address: int) -> Allocation | None:
         if self._ask(address, _MEMORY_TYPE, ctypes.c_int()) != _DEVICE_MEMORY:
@@ -156,7 +122,7 @@ class Driver:
     def close(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
-    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
         status = self._library.cuMemcpyAsync(target, source, nbytes, stream)
         if status:
             self._check("cuMemcpyAsync", status)
@@ -165,8 +131,5 @@ class Driver:
 @functools.cache
 def load() -> Driver | None:
     """The driver, ``None`` where there is none, or none that finds a device."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    return Driver(library) if library.cuInit(0) == 0 else None
+    library = kvbaton.cuda.library()
+    return None if library is None else Driver(library)
