@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
 from kvbaton.observe.logs import JsonFormatter
 
-SETTINGS = {
+OPTIONS = {"prefill_blocks": 1000, "decode_blocks": 1000}
+SETTINGS: dict[str, object] = {
     "model": "scripted:7",
     "engine.name": "kvbaton_conformance.scripted_plugin:plugin",
-    "engine.options": {"prefill_blocks": 1000, "decode_blocks": 1000},
     "transport.name": "example_shm",
     "stages.launch": "process",
     "metrics.listen": "127.0.0.1:0",
@@ -83,13 +84,24 @@ def finished(runtime: PDRuntime, count: int) -> list[RequestRecord]:
     return records
 
 
-def request(number: int, tokens: int = 3) -> Request:
-    return Request(tuple(range(number * 40, number * 40 + 21)), SamplingParams(max_tokens=tokens))
+def request(number: int) -> Request:
+    return Request(tuple(range(number * 40, number * 40 + 21)), SamplingParams(max_tokens=3))
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """While it exists, a request that decodes has its first token and gets no other."""
+    return tmp_path / "hold"
+
+
+def start(hold: Path, **overrides: object) -> PDRuntime:
+    more: dict[str, object] = {"engine.options": {**OPTIONS, "held_by": str(hold)}}
+    return PDRuntime.start(load(overrides=SETTINGS | more | overrides)[0])
 
 
 @pytest.mark.clause("C6.4", "C9.2", "C2.4")
-def test_a_killed_stage_is_seen_in_metrics_and_log(lines: Lines) -> None:
-    with PDRuntime.start(load(overrides=SETTINGS)[0]) as runtime:
+def test_a_killed_stage_is_seen_in_metrics_and_log(lines: Lines, hold: Path) -> None:
+    with start(hold) as runtime:
         for number in range(6):
             runtime.add_request(request(number))
         records = finished(runtime, 6)
@@ -98,11 +110,12 @@ def test_a_killed_stage_is_seen_in_metrics_and_log(lines: Lines) -> None:
         assert at["segments_total", "after", "prefill-0"] == sum(r.segments for r in records)
         assert at["receipts_total", "decode-0"] == sum(r.chunks for r in records)
 
-        # as long as its answer is not short, it is under way when its stage dies
-        runtime.add_request(request(10, 2000), "dies")
+        hold.touch()
+        runtime.add_request(request(10), "dies")
         until(lambda: any(o.token_ids for o in runtime.step(0.1)))
         os.kill(runtime.stage("decode-0").pid, signal.SIGKILL)
         (lost,) = finished(runtime, 1)
+        hold.unlink()
         assert lost.finish_reason == "failed"  # tokens were delivered, and recovery.mode is requeue
         until(lambda: scraped(runtime).get(("peer_up", "decode-0")) == 1 and scraped(runtime)["restarts_total",] == 1)
 
@@ -136,12 +149,13 @@ def test_a_killed_stage_is_seen_in_metrics_and_log(lines: Lines) -> None:
 
 
 @pytest.mark.clause("C6.4")
-def test_a_request_that_begins_again_has_the_milestones_of_both_generations(lines: Lines) -> None:
-    overrides = {**SETTINGS, "recovery.mode": "recompute"}
-    with PDRuntime.start(load(overrides=overrides)[0]) as runtime:
-        runtime.add_request(request(1, 2500), "again")
+def test_a_request_that_begins_again_has_the_milestones_of_both_generations(lines: Lines, hold: Path) -> None:
+    with start(hold, **{"recovery.mode": "recompute"}) as runtime:
+        hold.touch()
+        runtime.add_request(request(1), "again")
         until(lambda: any(o.token_ids for o in runtime.step(0.1)))
         os.kill(runtime.stage("decode-0").pid, signal.SIGKILL)
+        hold.unlink()
         (record,) = finished(runtime, 1)
         assert (record.finish_reason, record.requeued) == ("length", 1)
         at = scraped(runtime)

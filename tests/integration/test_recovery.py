@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,9 +36,10 @@ def start(transport: str, hooks: Sequence[object] = (), **more: object) -> PDRun
     )
 
 
-@pytest.fixture
-def runtime(request: pytest.FixtureRequest) -> Iterator[PDRuntime]:
-    running = start("example_shm", **getattr(request, "param", {}))
+@contextlib.contextmanager
+def losing(**more: Any) -> Iterator[PDRuntime]:
+    """One that loses a stage for good."""
+    running = start("example_shm", **more)
     yield running
     with contextlib.suppress(KvbatonError):  # a stage that was killed and not started again did not end as ordered
         running.close()
@@ -91,26 +94,20 @@ def test_a_killed_stage_is_started_again_and_nobody_else_is(victim: str) -> None
 
 
 @pytest.mark.clause("C6.2", "C6.3")
-@pytest.mark.parametrize(
-    "runtime",
-    [
-        {
-            "recovery__mode": "off", "stages__prefill": 1, "stages__decode": 1,
-            "engine__options": {"decode_blocks": 1024},
-        }
-    ],
-    indirect=True,
-)  # fmt: skip
-def test_with_recovery_off_a_death_ends_its_requests_and_is_final(runtime: PDRuntime) -> None:
-    key = runtime.add_request(request(1, tokens=30, growth=4000), "a")
-    next(iter(outputs := runtime.stream(key)))
-    os.kill(runtime.stage("decode-0").pid, signal.SIGKILL)
-    told = list(outputs)[-1].record
-    assert told is not None
-    assert "decode-0" in str(told.error)
-    assert "SIGKILL" in str(told.error)
-    later = record(runtime, runtime.add_request(request(2), "b"))
-    assert "no decode stage is up" in str(later.error)
+def test_with_recovery_off_a_death_ends_its_requests_and_is_final(tmp_path: Path) -> None:
+    (hold := tmp_path / "hold").touch()  # the first request decodes for as long as it lives
+    with losing(
+        recovery__mode="off", stages__prefill=1, stages__decode=1, engine__options={"held_by": str(hold)}
+    ) as runtime:
+        key = runtime.add_request(request(1, tokens=30), "a")
+        next(iter(outputs := runtime.stream(key)))
+        os.kill(runtime.stage("decode-0").pid, signal.SIGKILL)
+        told = list(outputs)[-1].record
+        assert told is not None
+        assert "decode-0" in str(told.error)
+        assert "SIGKILL" in str(told.error)
+        later = record(runtime, runtime.add_request(request(2), "b"))
+        assert "no decode stage is up" in str(later.error)
 
 
 @pytest.mark.clause("C6.3", "C6.4", "C6.7")

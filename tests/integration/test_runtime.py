@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import msgspec
@@ -43,7 +44,7 @@ from kvbaton_loopback import plugin as loopback
 
 MODEL = scripted_model("scripted:7", ScriptedOptions())
 SHORT = Request(tuple(range(20)), SamplingParams(max_tokens=4))
-#: Never ends by itself within a test.
+#: With the fixture ``endless``, it never ends by itself.
 LONG = Request(tuple(range(100, 130)), SamplingParams(max_tokens=500))
 
 
@@ -54,6 +55,16 @@ def settings(**more: object) -> Settings:
         "transport.name": "loopback",
     }
     return load(overrides={**base, **{key.replace("__", "."): value for key, value in more.items()}})[0]
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A request that decodes has its first token and gets no other."""
+    (hold := tmp_path / "hold").touch()
+    opened = plugin.open
+    monkeypatch.setattr(
+        plugin, "open", lambda model, options, *rest: opened(model, options.model_copy(update={"held_by": hold}), *rest)
+    )
 
 
 @pytest.fixture
@@ -141,7 +152,7 @@ def test_records_that_learn_nothing_more_are_let_go(runtime: PDRuntime) -> None:
 
 
 @pytest.mark.clause("C2.5")
-def test_leaving_an_async_iterator_aborts(runtime: PDRuntime) -> None:
+def test_leaving_an_async_iterator_aborts(endless: None, runtime: PDRuntime) -> None:
     async def leave() -> None:
         outputs = runtime.generate(LONG, "left")
         async for _ in outputs:
@@ -166,7 +177,7 @@ def test_a_live_id_is_refused_and_free_after_the_end(runtime: PDRuntime, slow_de
     assert list(runtime.stream("same"))[-1].finish_reason == "length"
 
 
-def test_abort(runtime: PDRuntime) -> None:
+def test_abort(endless: None, runtime: PDRuntime) -> None:
     stream = runtime.stream(runtime.add_request(LONG, "gone"))
     next(stream)
     runtime.abort("gone")
@@ -185,7 +196,7 @@ def test_a_requests_own_deadline_fails_it(runtime: PDRuntime, slow_decode: threa
     slow_decode.set()
 
 
-def test_closing_cancels_what_is_live() -> None:
+def test_closing_cancels_what_is_live(endless: None) -> None:
     runtime = PDRuntime.start(settings())
     stream = runtime.stream(runtime.add_request(LONG))
     next(stream)

@@ -16,10 +16,12 @@ Threading: as every engine; :class:`ScriptedDevice` may be driven from any threa
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,8 @@ from kvbaton_conformance import device_memory
 
 _MASK = (1 << 64) - 1
 _POISON = 0xDD
+#: Between two looks at what holds an engine.
+_HELD_SECONDS = 0.001
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -264,7 +268,8 @@ class ScriptedEngine:
 
     Faults on demand: a transfer in :attr:`fail_compute` (P), :attr:`fail_import` or :attr:`fail_decode` (D) fails
     there, one in :attr:`fail_range` (P) is reported in blocks that do not exist; :attr:`refuse` answers a reservation
-    by refusing it, :attr:`refuse_for_ever` says that asking again is of no use.
+    by refusing it, :attr:`refuse_for_ever` says that asking again is of no use.  While the file ``held_by`` exists, D
+    gives each request its first token and no other: whatever is to happen to a request that runs can take its time.
 
     ``cuda``: the number of the CUDA device that its memory lies on; None: on the host.  It computes on the host all the
     same, and each access is a copy that is over when it returns.
@@ -275,8 +280,10 @@ class ScriptedEngine:
     def __init__(
         self, role: Role, model: ScriptedModel | None = None, layout: ScriptedLayout | None = None, *, chunk: int = 8,
         device: ScriptedDevice | None = None, prefix_caching: bool = True, cuda: int | None = None,
+        held_by: Path | None = None,
     ) -> None:  # fmt: skip
         self.role = role
+        self._held_by = held_by
         self._cuda = cuda
         self.model = model or ScriptedModel()
         self.layout = layout or ScriptedLayout()
@@ -522,8 +529,11 @@ class ScriptedEngine:
 
     def _decode_step(self) -> list[StepOutput]:
         outputs: list[StepOutput] = []
+        held = self._held_by is not None and self._held_by.exists()
         for transfer in list(self._queue)[: self.layout.compute_slots]:
             sequence = self._sequences[transfer]
+            if held and sequence.tokens:
+                continue
             if not sequence.active:
                 sequence.active = True
                 self._tell.activated(transfer)
@@ -552,6 +562,8 @@ class ScriptedEngine:
                 if self._digest(sequence, 0) != sequence.digest:
                     self.late_writes.append((sequence.tables[0][0], 0))
             outputs.append(StepOutput(transfer, (token,), (depth,), reason))
+        if held and not outputs:
+            time.sleep(_HELD_SECONDS)  # it has work as before, and must not keep a processor with it
         return outputs
 
     def _tell_reserved(self, sequence: _Sequence) -> None:

@@ -6,6 +6,7 @@ Its model name is ``scripted:SEED``.  Whole runtimes can be run without any fram
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,6 +36,8 @@ class ScriptedOptions(BaseModel):
     compute_slots: Positive = 8
     max_tokens: Positive = 4096
     prefix_caching: bool = True
+    #: A file: while it exists, a decode stage gives each request its first token and no other.
+    held_by: Path | None = None
 
 
 class ScriptedTokenizer:
@@ -73,7 +76,7 @@ class ScriptedPlugin:
         )  # fmt: skip
         return self.Engine(
             role, scripted_model(model, options), layout, chunk=options.chunk, prefix_caching=options.prefix_caching,
-            cuda=device,
+            cuda=device, held_by=options.held_by,
         )  # fmt: skip
 
 

@@ -2,8 +2,22 @@
 
 import signal
 import subprocess
+import sys
 
 import pytest
+
+#: The first Ctrl-C comes while the commands are still being imported.
+EARLY = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvbaton.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from kvbaton.cli import main
+main()
+"""
 
 
 def wait_for(child: subprocess.Popen[str], line: str) -> None:
@@ -53,6 +67,12 @@ def test_ctrl_c_during_start_up_does_not_wait_for_it(process):
     _, errors = child.communicate(timeout=30)
     assert child.returncode == 130
     assert errors == "kvbaton: interrupted\n"
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_before_anything_is_loaded_is_one_line_too():
+    ran = subprocess.run([sys.executable, "-c", EARLY, "doctor"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "kvbaton: interrupted\n")
 
 
 @pytest.mark.timeout(60)

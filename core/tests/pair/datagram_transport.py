@@ -1,6 +1,7 @@
 """A transport between processes for tests, over datagrams of a Unix socket; ``fault`` breaks it in one way.
 
-Not fast: a chunk is so many datagrams, which its target writes where they belong, and one that says that all came.
+``reached``: a file that is made once a chunk is submitted.  Not fast: a chunk is so many datagrams, which its target
+writes where they belong, and one that says that all came.
 """
 
 import itertools
@@ -10,6 +11,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
@@ -35,6 +37,7 @@ _numbers = itertools.count()
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
     fault: str = ""
+    reached: str = ""
 
 
 class Word(msgspec.Struct, array_like=True):
@@ -57,8 +60,8 @@ class Under:
 class Connector(ConnectorBase):
     capabilities = CAPABILITIES
 
-    def __init__(self, peer, fault):
-        self.me, self.fault = peer, fault
+    def __init__(self, peer, fault, reached=""):
+        self.me, self.fault, self.reached = peer, fault, reached
         if fault == "half":
             self.capabilities = Capabilities(cross_process=True, max_segments=0.5)
         self.address = f"\0kvbaton-test-{os.getpid()}-{next(_numbers)}"
@@ -86,6 +89,8 @@ class Connector(ConnectorBase):
         self.say(peer.name, Word("bye", self.me.name))
 
     def submit(self, chunk):
+        if self.reached:
+            Path(self.reached).touch()
         if self.fault in ("hang", "die"):
             print("and so on\n" * 10_000, flush=True)
             print("the last straw", flush=True)
@@ -183,7 +188,7 @@ class Plugin:
     def open(self, options, context):
         if options.fault == "open":
             raise RuntimeError("the library is not what it was")
-        return Connector(context.peer, options.fault)
+        return Connector(context.peer, options.fault, options.reached)
 
 
 plugin = Plugin()

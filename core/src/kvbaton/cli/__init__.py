@@ -16,6 +16,14 @@ __all__ = ["main"]
 def main() -> None:
     """The console script.  Does not return: it ends in ``SystemExit``."""
     try:
+        _run()
+    except KeyboardInterrupt:  # while it was still being loaded, or at its very end
+        print("kvbaton: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run() -> None:
+    try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
