@@ -29,9 +29,15 @@ def test_device_memory_that_is_fast_is_no_word_worth():
     ("facts", "says"),
     [
         ({}, "--ipc=host"),
-        ({"environment": {"UCX_TLS": "tcp"}}, "UCX_TLS is tcp and leaves cuda_ipc or cuda_copy out"),
-        ({"environment": {"UCX_TLS": "^cuda_ipc"}}, "UCX_TLS is ^cuda_ipc"),
-        ({"ucx": {"TLS": "tcp,cuda_ipc"}}, 'options.ucx, "TLS" is tcp,cuda_ipc'),
+        (
+            {"environment": {"UCX_TLS": "tcp"}},
+            "UCX_TLS is tcp and leaves cuda_copy and cuda_ipc out: unset it, or set tcp,cuda_copy,cuda_ipc",
+        ),
+        (
+            {"environment": {"UCX_TLS": "^cuda_ipc"}},
+            "^cuda_ipc and leaves cuda_ipc out: unset it, or set all",
+        ),
+        ({"ucx": {"TLS": "tcp,cuda_ipc"}}, 'options.ucx, "TLS" is tcp,cuda_ipc and leaves cuda_copy out'),
         ({"ucx": {"TLS": "tcp,cuda"}, "environment": {"UCX_TLS": "tcp"}, "peer_access": False}, "devices 0 and 1"),
     ],
 )

@@ -38,7 +38,7 @@ def test_without_lanes_it_says_nothing():
     ("facts", "says"),
     [
         ({}, "--ipc=host"),
-        ({"environment": {"UCX_TLS": "tcp"}}, "UCX_TLS is tcp and leaves it out: unset it, or set tcp,cuda_copy,cuda"),
+        ({"environment": {"UCX_TLS": "tcp"}}, "leaves cuda_copy and cuda_ipc out: unset it, or set tcp,cuda_copy,"),
         ({"environment": {"UCX_TLS": "^cuda_ipc,ib"}}, "or set ^ib"),
         ({"environment": {"UCX_TLS": "all"}, "peer_access": False}, "devices 0 and 1 do not reach"),
         ({"ucx": {"TLS": "tcp,cuda_copy"}, "environment": {"UCX_TLS": "tcp"}}, 'options.ucx, "TLS" is tcp,cuda_copy'),
@@ -57,7 +57,7 @@ def test_device_memory_that_falls_to_tcp(facts, says):
     [
         ({"ptrace_scope": 2}, "kernel.yama.ptrace_scope is 2"),
         ({"ptrace_scope": 1}, "--cap-add=SYS_PTRACE"),
-        ({"environment": {"UCX_TLS": "tcp,self"}, "ptrace_scope": 3}, "UCX_TLS is tcp,self and leaves it out"),
+        ({"environment": {"UCX_TLS": "tcp,self"}, "ptrace_scope": 3}, "UCX_TLS is tcp,self and leaves cma out"),
     ],
 )
 def test_host_memory_that_falls_to_tcp(facts, says):
@@ -78,7 +78,7 @@ def test_on_this_machine_where_only_tcp_is_allowed():
     report = examine(settings, attempt=partial(attempt, sizes=(4096, 1 << 20)))
     assert (report.chosen.standing, report.exit_status) == ("degraded", 1)
     assert "host memory falls to TCP" in report.chosen.text
-    assert 'options.ucx, "TLS" is tcp and leaves it out' in report.chosen.text
+    assert 'options.ucx, "TLS" is tcp and leaves cma out' in report.chosen.text
     (found,) = report.transports
     assert found.trial.lanes
     assert (found.trial.failure, found.trial.closing) == (None, ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvbaton.connector import Advice, SelfTest
+from kvbaton.ucx_ways import left_out, out_of_reach
 from kvbaton_cuda_ipc.options import UcxOptions
 
 #: Bytes per second: less than any ``cuda_ipc`` reaches, more than any TCP of one connection does from device memory.
@@ -25,18 +26,8 @@ def advise(options: UcxOptions, found: SelfTest) -> list[Advice]:
 
 
 def _remedy(options: UcxOptions, found: SelfTest) -> str:
-    for where, ways in (('options.ucx, "TLS"', options.ucx.get("TLS")), ("UCX_TLS", found.environment.get("UCX_TLS"))):
-        if ways is None:
-            continue
-        names = set(ways.removeprefix("^").split(","))
-        cuda = bool(names & {"all", "cuda"}) or {"cuda_ipc", "cuda_copy"} <= names
-        left_out = bool(names & {"cuda", "cuda_ipc", "cuda_copy"}) if ways.startswith("^") else not cuda
-        if left_out:
-            return f"{where} is {ways} and leaves cuda_ipc or cuda_copy out: unset it, or add both"
-        break  # the option overrides the variable
-    if found.peer_access is False:
-        one, other = found.devices
-        return (
-            f"devices {one} and {other} do not reach each other's memory (nvidia-smi topo -p2p rw): choose two that do"
-        )
-    return "stages in one container, or docker run --ipc=host --pid=host"
+    return (
+        left_out(("cuda_copy", "cuda_ipc"), options.ucx.get("TLS"), found)
+        or out_of_reach(found)
+        or "stages in one container, or docker run --ipc=host --pid=host"
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvbaton.connector import Advice, Lane, SelfTest
+from kvbaton.ucx_ways import left_out, out_of_reach
 from kvbaton_nixl.options import NixlOptions
 
 #: UCX's names of ways that need no network, by memory.
@@ -35,14 +34,10 @@ def advise(options: NixlOptions, found: SelfTest) -> list[Advice]:
 
 
 def _remedy(options: NixlOptions, found: SelfTest, best: str) -> str:
-    """What keeps UCX from the best way, as far as it can be known here; the option comes before the variable."""
+    """What keeps UCX from the best way, as far as it can be known here."""
     wanted = ("cuda_copy", best) if found.memory == "cuda" else (best,)
-    for where, ways in (('options.ucx, "TLS"', options.ucx.get("TLS")), ("UCX_TLS", found.environment.get("UCX_TLS"))):
-        if ways is None:
-            continue
-        if not _allows(ways, wanted):
-            return f"{where} is {ways} and leaves it out: unset it, or set {_with(ways, wanted)}"
-        break  # the option overrides the variable
+    if refused := left_out(wanted, options.ucx.get("TLS"), found):
+        return refused
     if found.memory == "host":
         if found.ptrace_scope is not None and found.ptrace_scope >= 2:
             return (
@@ -50,12 +45,7 @@ def _remedy(options: NixlOptions, found: SelfTest, best: str) -> str:
                 " CAP_SYS_PTRACE"
             )
         return "containers may forbid it: docker run --cap-add=SYS_PTRACE, and stages in one container"
-    if found.peer_access is False:
-        one, other = found.devices
-        return (
-            f"devices {one} and {other} do not reach each other's memory (nvidia-smi topo -p2p rw): choose two that do"
-        )
-    return (
+    return out_of_reach(found) or (
         "stages in one container, or docker run --ipc=host --pid=host; memory of cudaMalloc, not of a memory pool;"
         " UCX_LOG_LEVEL=info shows what UCX makes of the device"
     )
@@ -63,20 +53,3 @@ def _remedy(options: NixlOptions, found: SelfTest, best: str) -> str:
 
 def _way(lane: Lane) -> str:
     return lane.lane.partition("/")[0].split()[-1] if lane.lane else ""
-
-
-def _allows(ways: str, wanted: Iterable[str]) -> bool:
-    names = set(ways.removeprefix("^").split(","))
-    aliases = {
-        "cuda_ipc": {"cuda_ipc", "cuda"}, "cuda_copy": {"cuda_copy", "cuda"}, "cma": {"cma", "sm", "shm"}
-    }  # fmt: skip
-    if ways.startswith("^"):
-        return not any(names & aliases[one] for one in wanted)
-    return "all" in names or all(names & aliases[one] for one in wanted)
-
-
-def _with(ways: str, wanted: Iterable[str]) -> str:
-    if ways.startswith("^"):
-        rest = [name for name in ways.removeprefix("^").split(",") if name not in (*wanted, "cuda", "sm", "shm")]
-        return f"^{','.join(rest)}" if rest else "all"
-    return ",".join(dict.fromkeys([*ways.split(","), *wanted]))
