@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ from rich.table import Table
 from kvbaton.cli.faults import FAILED, OK, say
 from kvbaton.cli.interrupt import Interrupt
 from kvbaton.connector import MemoryKind
+from kvbaton.control import private_directory
 from kvbaton.doctor import foreign
 from kvbaton.doctor.examination import Progress, Report, Transport, examine
-from kvbaton.doctor.leftovers import Leftover, Outcome, Places, clean, folders
+from kvbaton.doctor.leftovers import Leftover, Outcome, Places, clean
 from kvbaton.doctor.machine import Machine, Note
 from kvbaton.doctor.trial import Measured
 from kvbaton.doctor.verdict import Finding
@@ -47,11 +47,11 @@ def doctor(
 
 def tidy(settings: Settings, *, dry_run: bool, as_json: bool) -> int:
     """Remove what dead processes left, and show what became of each thing; 1 where something could not be removed."""
-    keys = settings.control.keys
-    control = settings.control.dir
+    keys, control = settings.control.keys, settings.control.dir
+    # in all of them: an earlier run may have had another environment
+    folders = [*private_directory.bases(), *([] if control is None else [Path(control)])]
     places = Places(
-        folders=folders(os.environ, Path(control) if control is not None else None),
-        keys=() if keys is None else (Path(keys),), plugins=_of_plugins,
+        folders=tuple(dict.fromkeys(folders)), keys=() if keys is None else (Path(keys),), plugins=_of_plugins
     )  # fmt: skip
     outcomes = clean(places, dry_run=dry_run)
     if as_json:

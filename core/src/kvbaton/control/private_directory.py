@@ -178,8 +178,13 @@ def _wrong(found: os.stat_result) -> str | None:
     return None
 
 
-def _default_base() -> Path:
+def bases() -> tuple[Path, ...]:
+    """Where :func:`make` makes one if nobody says, the first that can be used: the user's runtime folder, if the
+    environment names one, and the folder for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK | os.X_OK):
-        return Path(runtime)
-    return Path(tempfile.gettempdir())
+    return (*([Path(runtime)] if runtime else []), Path(tempfile.gettempdir()))
+
+
+def _default_base() -> Path:
+    *preferred, last = bases()
+    return next((base for base in preferred if base.is_dir() and os.access(base, os.W_OK | os.X_OK)), last)

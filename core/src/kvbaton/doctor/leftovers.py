@@ -27,8 +27,7 @@ import os
 import re
 import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,16 +82,6 @@ class Places:
     plugins: Callable[[], Iterable[Leftover]] = tuple
     proc: Path = Path("/proc")
     user: int = field(default_factory=os.geteuid)
-
-
-def folders(environment: Mapping[str, str], control: Path | None) -> tuple[Path, ...]:
-    """Where control directories are made: as :func:`kvbaton.control.private_directory.make` chooses."""
-    runtime = environment.get("XDG_RUNTIME_DIR")
-    found = [Path(runtime)] if runtime else []
-    found.append(Path(tempfile.gettempdir()))
-    if control is not None:
-        found.append(control)
-    return tuple(dict.fromkeys(found))
 
 
 def clean(places: Places, *, dry_run: bool) -> list[Outcome]:
