@@ -210,6 +210,28 @@ def test_closing_cancels_what_is_live(endless: None) -> None:
     runtime.abort("anything")
 
 
+@pytest.mark.clause("C6.2")
+def test_an_interrupted_close_has_joined_every_stage_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = PDRuntime.start(settings(stages__launch="process", transport__name="example_shm"))
+    over = runtime._service._over
+
+    class Impatient:
+        interrupts = 1
+
+        def wait(self) -> bool:
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            return over.wait()
+
+    monkeypatch.setattr(runtime._service, "_over", impatient := Impatient())
+    impatient.set = over.set  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        runtime.close()
+    assert not runtime._service._thread.is_alive()
+    assert {runtime.stage(name).status for name in runtime.stages} == {0}
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

@@ -545,12 +545,22 @@ class Service:
         return self.call(action)
 
     def close(self) -> None:
-        """Cancel, stop and join everything.  Raises where a stage did not end as ordered."""
+        """Cancel, stop and join everything.  Raises where a stage did not end as ordered.
+
+        ``KeyboardInterrupt`` is raised once everything has been joined, which is bounded; a second one at once.
+        """
         self._not_from_a_hook()
         with contextlib.suppress(RuntimeClosed):  # it ended by itself
             self._post(self._begin_closing)
-        self._over.wait()
+        interrupted: KeyboardInterrupt | None = None
+        try:
+            self._over.wait()
+        except KeyboardInterrupt as first:  # what it asks for is under way
+            interrupted = first
+            self._over.wait()
         self._thread.join()
+        if interrupted is not None:
+            raise interrupted
         ends, self._bad_ends = tuple(self._bad_ends), []
         if ends:
             raise KvbatonError("; ".join(ends), stages=ends)
