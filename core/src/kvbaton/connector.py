@@ -18,7 +18,7 @@ import enum
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -27,6 +27,10 @@ import numpy.typing as npt
 from kvbaton.errors import CapabilityError, LocalProtocolError
 from kvbaton.identity import PeerId, TransferId, WireTransferId
 from kvbaton.segments import Segments
+
+if TYPE_CHECKING:
+    from kvbaton.bench.baseline import Baseline
+    from kvbaton.doctor.leftovers import Leftover
 
 #: The version of this protocol that a plugin states as ``api_version``.
 API_VERSION = 1
@@ -436,24 +440,9 @@ class ConnectorContext:
 class ConnectorPlugin(Protocol):
     """The object behind an entry point of the group ``kvbaton.connectors``.  Importing it loads no native library.
 
-    It may also have ``wire_version``, an integer (1 where it has none): raise it with a release whose ends cannot
-    understand those of the release before, be it their metadata or what they send each other.  Core tells it to the
-    peer and refuses to connect two that differ, with both values (T2).
-
-    It may also have ``lanes(options, kind)``, which returns a list of :class:`Lane`: by which ways bytes in memory of
-    that kind go between two processes of this host, found out by sending some.  It may take seconds and raises
-    :class:`~kvbaton.errors.TransportError` where none go.  ``kvbaton lanes`` and ``kvbaton doctor`` show them.
-
-    It may also have ``advice(options, found)``, which returns a list of :class:`Advice` on a :class:`SelfTest`: whether
-    what was found is what this transport should reach on such a machine, and what to do where it is not.  Pure: it
-    opens and measures nothing.  ``kvbaton doctor`` asks; without it only the rate counts.
-
-    It may also have ``leftovers()``, which returns :class:`~kvbaton.doctor.leftovers.Leftover` for what processes of
-    its own may have left on disk under names that are not kvbaton's.  ``kvbaton doctor --clean`` proves each abandoned
-    before it removes it.
-
-    And ``baseline(options, regions)``, which returns one end of a :class:`~kvbaton.bench.baseline.Baseline`: what the
-    transport is made of, used without kvbaton.  ``kvbaton bench`` sets its rate beside; nothing else calls it.
+    What it may also have is below, each a protocol of its own: :class:`WithWireVersion`, :class:`WithLanes`,
+    :class:`WithAdvice`, :class:`WithLeftovers`, :class:`WithBaseline`.  Nothing needs to be derived from or declared:
+    what is there is used.
     """
 
     name: str
@@ -468,9 +457,58 @@ class ConnectorPlugin(Protocol):
         """A connector that nobody else has.  ``options`` is an instance of ``Options``."""
 
 
+@runtime_checkable
+class WithWireVersion(Protocol):
+    """A connector plugin whose ends have changed what they say to each other."""
+
+    #: 1 where a plugin has none.  Raise it with a release whose ends cannot understand those of the release before, be
+    #: it their metadata or what they send each other.  Core tells it to the peer and refuses to connect two that
+    #: differ, with both values (T2).
+    wire_version: int
+
+
+@runtime_checkable
+class WithLanes(Protocol):
+    """A connector plugin whose library chooses among several ways."""
+
+    def lanes(self, options: Any, kind: MemoryKind) -> list[Lane]:
+        """By which ways bytes in memory of that kind go between two processes of this host, found out by sending some.
+
+        May take seconds.  Raises :class:`~kvbaton.errors.TransportError` where none go.  ``kvbaton lanes`` and
+        ``kvbaton doctor`` show them.
+        """
+
+
+@runtime_checkable
+class WithAdvice(Protocol):
+    """A connector plugin that knows what its transport should reach."""
+
+    def advice(self, options: Any, found: SelfTest) -> list[Advice]:
+        """Whether what was found is what this transport should reach on such a machine, and what to do where it is not.
+
+        Pure: it opens and measures nothing.  ``kvbaton doctor`` asks; without it only the rate counts.
+        """
+
+
+@runtime_checkable
+class WithLeftovers(Protocol):
+    """A plugin, of a connector or an engine, whose processes may leave something on disk under names of their own."""
+
+    def leftovers(self) -> list[Leftover]:
+        """What there is.  ``kvbaton doctor --clean`` proves each abandoned before it removes it."""
+
+
+@runtime_checkable
+class WithBaseline(Protocol):
+    """A connector plugin that can do without kvbaton what it does with it."""
+
+    def baseline(self, options: Any, regions: Sequence[MemoryRegion]) -> Baseline:
+        """One end of what the transport is made of.  ``kvbaton bench`` sets its rate beside; nothing else calls it."""
+
+
 def wire_version(plugin: ConnectorPlugin) -> str:
     """What both ends of a connection must have in common: :attr:`Endpoint.version`."""
-    return str(getattr(plugin, "wire_version", 1))
+    return str(plugin.wire_version if isinstance(plugin, WithWireVersion) else 1)
 
 
 def region_lengths(regions: Sequence[MemoryRegion] | Sequence[RegionInfo]) -> Mapping[int, int]:

@@ -242,7 +242,7 @@ class ProfilingEngine(StageEngine, Protocol):
 class EnginePlugin(Protocol):
     """The object behind an entry point of the group ``kvbaton.engines``.  Importing it loads no framework.
 
-    It may also have ``leftovers()``, as a connector's may: see :class:`~kvbaton.connector.ConnectorPlugin`.
+    It may also have ``leftovers()``, as a connector's may: see :class:`~kvbaton.connector.WithLeftovers`.
     """
 
     name: str

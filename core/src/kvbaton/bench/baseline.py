@@ -1,6 +1,6 @@
 """What a transport is made of, used without kvbaton: the rate that a bench sets beside.
 
-A plugin offers it by a method ``baseline(options, regions)`` (:class:`~kvbaton.connector.ConnectorPlugin`).  Both ends
+A plugin offers it by a method ``baseline(options, regions)`` (:class:`~kvbaton.connector.WithBaseline`).  Both ends
 live in the processes of kvbaton's own two ends, over the same memory, and the two ways take turns.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvbaton.bench.baseline import Baseline
-from kvbaton.connector import MemoryKind, Need, Reach
+from kvbaton.connector import MemoryKind, Need, Reach, WithBaseline
 from kvbaton.errors import TransportError
 from kvbaton.pair.batches import batched
 from kvbaton.pair.end import End
@@ -49,10 +49,9 @@ def _answering(function: Callable[..., Answer]) -> Callable[..., Answer]:
 def open_end(end: End, transport: str, options: dict[str, Any], memory: MemoryKind, reach: Reach) -> Answer:
     """The name and the address of this end; an ``error`` without a text where the plugin offers no baseline."""
     plugin, valid = choose_connector(transport, Need(memory, reach), options)
-    make = getattr(plugin, "baseline", None)
-    if make is None:
+    if not isinstance(plugin, WithBaseline):
         return {"error": ""}
-    raw: Baseline = make(valid, end.memory.regions)
+    raw = plugin.baseline(valid, end.memory.regions)
     _states[end] = _State(raw)
     return {"name": str(raw.name), "address": bytes(raw.address())}
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvbaton.cli.faults import FAILED, OK, say
 from kvbaton.cli.interrupt import Interrupt
-from kvbaton.connector import MemoryKind
+from kvbaton.connector import MemoryKind, WithLeftovers
 from kvbaton.control import private_directory
 from kvbaton.doctor import foreign
 from kvbaton.doctor.examination import Progress, Report, Transport, examine
@@ -65,11 +65,10 @@ def _of_plugins() -> list[Leftover]:
     """What installed plugins tell of; one that cannot is passed over, with a line."""
     found: list[Leftover] = []
     for name, plugin in each_plugin(lambda error: say(str(error))):
-        ask = getattr(plugin, "leftovers", None)
-        if ask is None:
+        if not isinstance(plugin, WithLeftovers):
             continue
         try:
-            found += foreign.leftovers(ask())
+            found += foreign.leftovers(plugin.leftovers())
         except Exception as error:
             say(f"{name} could not say what it leaves behind: {type(error).__name__}: {error}")
     return found

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvbaton.cli.console import answers
-from kvbaton.connector import Lane, MemoryKind, Need
+from kvbaton.connector import Lane, MemoryKind, Need, WithLanes
 from kvbaton.errors import CapabilityError, SettingsError
 from kvbaton.plugins import choose_connector
 
@@ -28,12 +28,11 @@ def show(name: str, options: Mapping[str, Any], memory: str, *, as_json: bool) -
         raise SettingsError(f"--memory {memory}: write host or cuda", key="", origin=None)
     kind = kinds[memory]
     plugin, valid = choose_connector(name, Need(kind, "cross_process"), options)
-    ask = getattr(plugin, "lanes", None)
-    if ask is None:
+    if not isinstance(plugin, WithLanes):
         raise CapabilityError(
             f"transport {plugin.name} does not say by which ways it moves bytes: it has one", capability="lanes"
         )
-    lanes: list[Lane] = ask(valid, kind)
+    lanes = plugin.lanes(valid, kind)
     if as_json:
         print(json.dumps([asdict(lane) for lane in lanes], indent=2))
         return

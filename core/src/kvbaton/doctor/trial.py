@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind, Reach
+from kvbaton.connector import ConnectorPlugin, Lane, MemoryKind, Reach, WithLanes
 from kvbaton.doctor import foreign
 from kvbaton.errors import KvbatonError
 from kvbaton.pair import Bounds, Moved, Pair, PairFailed, Way, open_pair
@@ -141,12 +141,11 @@ def attempt(
 def _lanes(
     plugin: ConnectorPlugin, options: Any, memory: MemoryKind, progress: Progress
 ) -> tuple[tuple[Lane, ...], str]:
-    ask = getattr(plugin, "lanes", None)
-    if ask is None:
+    if not isinstance(plugin, WithLanes):
         return (), ""
     progress("looking which ways it takes")
     try:
-        return tuple(foreign.values(ask(options, memory), Lane)), ""
+        return tuple(foreign.values(plugin.lanes(options, memory), Lane)), ""
     except Exception as error:  # foreign code, and what it could not find out is no verdict on what it can
         return (), str(error)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvbaton.connector import Advice, ConnectorPlugin, SelfTest
+from kvbaton.connector import Advice, ConnectorPlugin, SelfTest, WithAdvice
 from kvbaton.doctor import foreign
 from kvbaton.doctor.machine import Machine
 from kvbaton.doctor.trial import Trial
@@ -107,15 +107,14 @@ def _of_rate(name: str, trial: Trial, advice: list[Advice]) -> list[Finding]:
 
 
 def _advice(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machine: Machine) -> list[Advice]:
-    ask = getattr(plugin, "advice", None)
-    if ask is None:
+    if not isinstance(plugin, WithAdvice):
         return []
     found = SelfTest(
         trial.memory, trial.devices, trial.rate, trial.plain, trial.latency, trial.lanes, machine.environment,
         _reach(machine, trial), None if machine.may_ptrace else machine.ptrace_scope,
     )  # fmt: skip
     try:
-        return foreign.values(ask(options, found), Advice)
+        return foreign.values(plugin.advice(options, found), Advice)
     except Exception as error:
         return [Advice("note", f"the plugin {name} could not say what to expect: {type(error).__name__}: {error}")]
 
