@@ -12,6 +12,9 @@ The ways take turns, at the source:
 
 Segments lie scattered over twice the memory that they need, on both sides, where that is there.  Before anything is
 timed, every way has moved every shape once into memory that was cleared, and every byte of the target is looked at.
+
+The source's end is in the benchmark's own process, where one of :mod:`kvbaton.pair` is not: the streams, the mapping
+and the kernels are driven and timed from here, also within ``submit`` and beside something else that computes.
 """
 
 from __future__ import annotations
@@ -27,12 +30,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from nixl_pair import CHUNK_BYTES, Memory, Shape
+from nixl_pair import CHUNK_BYTES, Memory, Shape, answer, guarded, hand_over, wait_until_up
 
-from kvbaton.connector import Chunk, ConnectorContext, Endpoint
-from kvbaton.guard import GuardedConnector, GuardLimits
-from kvbaton.identity import PeerId, new_transfer_id
-from kvbaton.segments import Segments, split
+from kvbaton.connector import Endpoint
 
 WAYS = ("kvbaton", "kvbaton-done", "kernel", "engine", "ucxx", "copy")
 #: Ways that pay for each segment: not asked for more than so many.
@@ -41,20 +41,6 @@ SLOW = {"engine": 2048, "ucxx": 2048}
 _TAG = 77
 #: Seconds for all messages of a turn.
 _PATIENCE = 5.0
-
-
-def guarded(name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedConnector:
-    """One end of kvbaton, with budgets that nothing here exhausts."""
-    from kvbaton_cuda_ipc import cuda_ipc
-
-    peer = PeerId.start(name)
-    guard = GuardedConnector(
-        cuda_ipc.open(cuda_ipc.Options(**options), ConnectorContext(peer, memory.device)), transport="cuda_ipc",
-        version="1", peer=peer,
-        limits=GuardLimits(inflight_bytes=1 << 40, inflight_segments=1 << 30, unreceipted_chunks=1 << 16),
-    )  # fmt: skip
-    guard.register([memory.region])
-    return guard
 
 
 class RawUcx:
@@ -99,10 +85,10 @@ class RawUcx:
 
 def target(pipe: Any, device: int, nbytes: int, options: Mapping[str, Any]) -> None:
     """The other process: polls kvbaton's end, and says what is wrong with what has come."""
-    from kvbaton_cuda_ipc import driver
+    from kvbaton_cuda_ipc import cuda_ipc, driver
 
     memory = Memory("cuda", device, nbytes)
-    guard = guarded("decode-0", memory, options)
+    guard = guarded(cuda_ipc, "decode-0", memory, options)
     ucx = RawUcx(memory)
     cuda = driver.load()
     assert cuda is not None
@@ -157,18 +143,18 @@ class Source:
     def __init__(self, pipe: Any, device: int, nbytes: int, options: Mapping[str, Any]) -> None:
         import torch
 
-        from kvbaton_cuda_ipc import driver
+        from kvbaton_cuda_ipc import cuda_ipc, driver
         from kvbaton_cuda_ipc.mover import kernels
 
         self._torch = torch
         self._pipe = pipe
         self.memory = Memory("cuda", device, nbytes)
-        self.guard = guarded("prefill-0", self.memory, options)
+        self.guard = guarded(cuda_ipc, "prefill-0", self.memory, options)
         self._ucx = RawUcx(self.memory)
         cuda = driver.load()
         assert cuda is not None
         self._cuda = cuda
-        endpoint, handle, offset, address = pipe.recv()
+        endpoint, handle, offset, address = answer(pipe)
         pipe.send((self.guard.endpoint().encode(), self._ucx.address))
         self._there = cuda.open(handle) + offset
         self._ucx.meet(address)
@@ -177,17 +163,11 @@ class Source:
         theirs = Endpoint.decode(endpoint)
         self._peer = theirs.peer
         self.guard.connect(theirs)
-        up = False
-        while not up:  # the guard's deadline bounds it
-            for event in self.guard.poll().peers:
-                if not event.up:
-                    raise RuntimeError(f"kvbaton: {event}")
-                up = True
-            os.sched_yield()
+        wait_until_up(self.guard)
 
     def _ask(self, *words: Any) -> Any:
         self._pipe.send(words if len(words) > 1 else words[0])
-        return self._pipe.recv()
+        return answer(self._pipe)
 
     def take(
         self,
@@ -207,9 +187,7 @@ class Source:
 
         shape = self._shape = Shape(length, count)
         self.memory.fill(length, shape.source())
-        lengths, zeros = np.full(count, length), np.zeros(count, np.int32)
-        here, there = (Segments(zeros.copy(), cells * length, lengths.copy()) for cells in (shape.reads, shape.writes))
-        self._batches = split(here, there, chunk_bytes, 1 << 16)
+        self._batches = shape.batches(chunk_bytes, 1 << 16)
         if programs is None:
             programs = PROGRAMS * torch.cuda.get_device_properties(self.memory.device).multi_processor_count
         base = self.memory.region.address
@@ -219,7 +197,7 @@ class Source:
         ]
         self._tables = [torch.from_numpy(plan.table).to(self.memory.owner.device) for plan in self._plans]
         self._copies = (
-            (base + here.offset).tolist(), (self._there + there.offset).tolist(), length
+            (base + shape.reads * length).tolist(), (self._there + shape.writes * length).tolist(), length
         )  # fmt: skip
         if "ucxx" in ways:
             self._ask("cells", shape.writes, length)
@@ -314,23 +292,9 @@ class Source:
 
     def _by_kvbaton(self, *, received: bool) -> float:
         self._ask("expect", len(self._batches))
-        guard, peer, pipe = self.guard, self._peer, self._pipe
+        guard, pipe = self.guard, self._pipe
         start = time.perf_counter()
-        transfer = new_transfer_id()
-        waiting = [
-            Chunk(transfer, sequence, peer, reads, writes, reads.nbytes)
-            for sequence, (reads, writes) in enumerate(self._batches)
-        ]
-        waiting.reverse()
-        left = len(waiting)
-        while left:
-            while waiting and guard.submit(waiting[-1]):
-                waiting.pop()
-            done = guard.poll().completions
-            for completion in done:
-                if completion.outcome.value != "done":
-                    raise RuntimeError(f"chunk {completion.sequence}: {completion.error}")
-            left -= len(done)
+        transfer = hand_over(guard, self._peer, self._batches, lambda: None)
         spent = time.perf_counter() - start
         while not pipe.poll(0):
             guard.poll()
@@ -453,7 +417,7 @@ def pair(nbytes: int, options: Mapping[str, Any], devices: tuple[int, int] = (0,
         yield source
         source.guard.close()
         ours.send("stop")
-        ours.recv()
+        answer(ours)
     finally:
         process.kill()
         process.join()

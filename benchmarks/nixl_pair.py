@@ -6,6 +6,9 @@ first call to the last write known to be done at the target; with packing that i
 
 Segments lie scattered over twice the memory that they need, on both sides.  Before anything is timed, each way of
 kvbaton's moves every shape once into memory that was cleared, and every byte of the target is looked at.
+
+An end of :mod:`kvbaton.pair` has one connector: here several of them, with other options each, and NIXL's own API take
+turns over the same memory of the same two processes, so that a ratio has nothing in it but the way.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from kvbaton.connector import Chunk, ConnectorContext, Endpoint, MemoryRegion
+from kvbaton.connector import Chunk, ConnectorContext, ConnectorPlugin, Endpoint, MemoryRegion
 from kvbaton.guard import GuardedConnector, GuardLimits
-from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.identity import PeerId, TransferId, new_transfer_id
 from kvbaton.segments import Segments, split
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -33,6 +36,8 @@ SPREAD = 2
 CHUNK_BYTES = 64 * MiB
 #: The way that is not kvbaton's.
 RAW = "nixl"
+#: Seconds for the longest thing that a target is asked for.
+_PATIENCE = 120.0
 
 
 class Memory:
@@ -83,6 +88,14 @@ class Shape:
         draw = np.random.default_rng(length)
         self.reads, self.writes = (draw.permutation(self.cells)[:count] for _ in range(2))
 
+    def batches(self, chunk_bytes: int, chunk_segments: int) -> list[tuple[Segments, Segments]]:
+        """Source and target of each chunk."""
+        lengths, zeros = np.full(self.count, self.length), np.zeros(self.count, np.int32)
+        here, there = (
+            Segments(zeros.copy(), cells * self.length, lengths.copy()) for cells in (self.reads, self.writes)
+        )
+        return split(here, there, chunk_bytes, chunk_segments)
+
     def source(self) -> np.ndarray:
         """What each cell of the source holds: never 0."""
         return (np.arange(self.cells) % 251 + 1).astype(np.uint8)
@@ -102,25 +115,65 @@ def raw(memory: Memory) -> Any:
     return RawNixl(NixlOptions(), [memory.region])
 
 
-def guarded(name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedConnector:
+def guarded(plugin: ConnectorPlugin, name: str, memory: Memory, options: Mapping[str, Any]) -> GuardedConnector:
     """One end of kvbaton, with budgets that nothing here exhausts."""
-    from kvbaton_nixl import plugin
-
     peer = PeerId.start(name)
     device = memory.device if memory.kind == "cuda" else None
     guard = GuardedConnector(
-        plugin.open(plugin.Options(**options), ConnectorContext(peer, device)), transport="nixl", version="1",
+        plugin.open(plugin.Options(**options), ConnectorContext(peer, device)), transport=plugin.name, version="1",
         peer=peer, limits=GuardLimits(inflight_bytes=1 << 40, inflight_segments=1 << 30, unreceipted_chunks=1 << 16),
     )  # fmt: skip
     guard.register([memory.region])
     return guard
 
 
+def wait_until_up(guard: GuardedConnector) -> None:
+    """The guard's own deadline bounds it."""
+    while True:
+        for event in guard.poll().peers:
+            if event.up:
+                return
+            raise RuntimeError(f"kvbaton: {event}")
+        os.sched_yield()
+
+
+def answer(pipe: Any) -> Any:
+    """What the target says."""
+    if not pipe.poll(_PATIENCE):
+        raise RuntimeError(f"the target has not answered within {_PATIENCE:g} s")
+    return pipe.recv()
+
+
+def hand_over(
+    guard: GuardedConnector, peer: PeerId, batches: Sequence[tuple[Segments, Segments]], idle: Callable[[], object]
+) -> TransferId:
+    """Submit everything and poll until the source knows it done; ``idle`` is called whenever nothing was."""
+    transfer = new_transfer_id()
+    waiting = [
+        Chunk(transfer, sequence, peer, source, goal, source.nbytes) for sequence, (source, goal) in enumerate(batches)
+    ]
+    waiting.reverse()
+    left = len(waiting)
+    while left:
+        while waiting and guard.submit(waiting[-1]):
+            waiting.pop()
+        done = guard.poll().completions
+        for completion in done:
+            if completion.outcome.value != "done":
+                raise RuntimeError(f"chunk {completion.sequence}: {completion.error}")
+        left -= len(done)
+        if not done:
+            idle()
+    return transfer
+
+
 def target(pipe: Any, kind: str, device: int, nbytes: int, ways: Mapping[str, Mapping[str, Any]]) -> None:
     """The other process: polls the way that has its turn, and says what is wrong with what has come."""
+    from kvbaton_nixl import plugin
+
     memory = Memory(kind, device, nbytes)
     other = raw(memory)
-    guards = {way: guarded(f"decode-{way}", memory, options) for way, options in ways.items()}
+    guards = {way: guarded(plugin, f"decode-{way}", memory, options) for way, options in ways.items()}
     endpoints = {way: guard.endpoint().encode() for way, guard in guards.items()}
     pipe.send((other.address(), endpoints))
     for way, endpoint in pipe.recv().items():
@@ -154,31 +207,30 @@ class Source:
     """The source, connected in every way."""
 
     def __init__(self, pipe: Any, kind: str, devices: tuple[int, int], nbytes: int, ways: Mapping[str, Any]) -> None:
+        from kvbaton_nixl import plugin
+
         self._pipe = pipe
         self._memory = Memory(kind, devices[0], nbytes)
         self._raw = raw(self._memory)
-        self._guards = {way: guarded(f"prefill-{way}", self._memory, options) for way, options in ways.items()}
-        address, endpoints = pipe.recv()
+        self._guards = {way: guarded(plugin, f"prefill-{way}", self._memory, options) for way, options in ways.items()}
+        address, endpoints = answer(pipe)
         pipe.send({way: guard.endpoint().encode() for way, guard in self._guards.items()})
         self._raw.meet(address)
         self._peers = {way: Endpoint.decode(endpoint).peer for way, endpoint in endpoints.items()}
         for way, guard in self._guards.items():
             self._ask("turn", way)
             guard.connect(Endpoint.decode(endpoints[way]))
-            while not any(event.up for event in guard.poll().peers):
-                os.sched_yield()
+            wait_until_up(guard)
 
     def _ask(self, *words: Any) -> Any:
         self._pipe.send(words)
-        return self._pipe.recv()
+        return answer(self._pipe)
 
     def take(self, length: int, count: int, chunk_bytes: int = CHUNK_BYTES) -> None:
         """What is moved from now on.  Every way of kvbaton's has moved it once, and was looked at (T3)."""
         shape = self._shape = Shape(length, count)
         self._memory.fill(length, shape.source())
-        lengths, zeros = np.full(count, length), np.zeros(count, np.int32)
-        here, there = (Segments(zeros.copy(), cells * length, lengths.copy()) for cells in (shape.reads, shape.writes))
-        self._batches = split(here, there, chunk_bytes, 1 << 14)
+        self._batches = shape.batches(chunk_bytes, 1 << 14)
         for way in self._guards:
             self._ask("clear", length, shape.cells)
             self.turn(way)
@@ -194,7 +246,8 @@ class Source:
         if way == RAW:
             self._raw.move()
         else:
-            self._by_kvbaton(self._guards[way], self._peers[way])
+            guard = self._guards[way]
+            guard.acknowledge(hand_over(guard, self._peers[way], self._batches, os.sched_yield))
         return time.perf_counter() - start
 
     def rates(self, ways: Sequence[str], repeats: int) -> dict[str, float]:
@@ -224,26 +277,6 @@ class Source:
             spent.append(time.perf_counter() - start)
         return half / statistics.median(spent) / 1e9
 
-    def _by_kvbaton(self, guard: GuardedConnector, peer: PeerId) -> None:
-        transfer = new_transfer_id()
-        waiting = [
-            Chunk(transfer, sequence, peer, source, goal, source.nbytes)
-            for sequence, (source, goal) in enumerate(self._batches)
-        ]
-        waiting.reverse()
-        left = len(waiting)
-        while left:
-            while waiting and guard.submit(waiting[-1]):
-                waiting.pop()
-            done = guard.poll().completions
-            for completion in done:
-                if completion.outcome.value != "done":
-                    raise RuntimeError(f"chunk {completion.sequence}: {completion.error}")
-            left -= len(done)
-            if not done:
-                os.sched_yield()
-        guard.acknowledge(transfer)
-
 
 @contextlib.contextmanager
 def pair(
@@ -257,10 +290,11 @@ def pair(
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, kind, devices[1], nbytes, ways), daemon=True)
     process.start()
+    theirs.close()  # so that its death is the end of ours
     try:
         yield Source(ours, kind, devices, nbytes, ways)
         ours.send("stop")
-        ours.recv()
+        answer(ours)
     finally:
         process.kill()
         process.join()
