@@ -286,6 +286,29 @@ class TestSplit:
         pieces = [triple for source, _ in batches for triple in source.triples()]
         assert pieces == [piece for run in pair[0].triples() for piece in cut(run, max_bytes, alignment)]
 
+    @pytest.mark.clause("C3.6")
+    @untimed
+    @given(PAIRS, st.integers(1, 3), st.dictionaries(st.integers(0, 2), st.integers(0, 80), max_size=3))
+    def test_batches_and_ranges_of_them_are_looked_at_as_closely_as_any_list(self, pair, max_segments, lengths):
+        for batch in split(*pair, 30, max_segments):
+            for segments in (*batch, batch[0][1:], batch[1][:-1]):
+                afresh = Segments.of(segments.triples())
+                assert segments.nbytes == afresh.nbytes == sum(length for _, _, length in segments.triples())
+                outside = [at for at, (r, o, n) in enumerate(segments.triples()) if o + n > lengths.get(r, -1)]
+                assert not segments.within(lengths) or not outside
+                if outside:
+                    with pytest.raises(SegmentError) as caught:
+                        segments.check_bounds(lengths)
+                    assert caught.value.segment == outside[0]
+                else:
+                    segments.check_bounds(lengths)
+
+    @pytest.mark.clause("C3.6")
+    def test_an_end_beyond_64_bits_is_in_no_region_in_batches_either(self):
+        far = Segments.of([(0, MAX64 - 5, 10), (0, 7, 10)])
+        for source, target in split(far, far, 100, 1):
+            assert source.within({0: MAX64}) == target.within({0: MAX64}) == (source.offset[0] == 7)
+
     @untimed
     @given(PAIRS, st.integers(1, 30), st.integers(1, 5))
     def test_batches_are_full(self, pair, max_bytes, max_segments):

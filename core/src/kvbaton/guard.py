@@ -643,42 +643,44 @@ class GuardedConnector:
             ours.require_compatible(theirs, str(self.peer), str(id))
 
     def _check_chunk(self, chunk: Chunk, peer: _Peer) -> None:
-        what = f"chunk {chunk.sequence} of transfer {chunk.transfer}"
         capabilities = self.capabilities
         source, target = chunk.source, chunk.target
         # C3.6
         if len(source) != len(target):
             raise SegmentError(
-                f"C3.6: {what} has {len(source)} source and {len(target)} target segments. No byte moved."
+                f"C3.6: {_what(chunk)} has {len(source)} source and {len(target)} target segments. No byte moved."
             )
         if len(source) > capabilities.max_segments:
             raise CapabilityError(
-                f"T13: {what} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
+                f"T13: {_what(chunk)} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
                 capability="max_segments",
             )
         if source.length is not target.length and not np.logical_and.reduce(source.length == target.length):
             at = int(np.flatnonzero(source.length != target.length)[0])
             raise SegmentError(
-                f"C3.6: {what}, segment {at}: {int(source.length[at])} source bytes against"
+                f"C3.6: {_what(chunk)}, segment {at}: {int(source.length[at])} source bytes against"
                 f" {int(target.length[at])} target bytes. No byte moved.",
                 segment=at,
             )
         if not source.within(self._lengths):
-            source.check_bounds(self._lengths, f"the source of {what}")
+            source.check_bounds(self._lengths, f"the source of {_what(chunk)}")
         if not target.within(peer.lengths):
-            target.check_bounds(peer.lengths, f"the target at {peer.id} of {what}")
+            target.check_bounds(peer.lengths, f"the target at {peer.id} of {_what(chunk)}")
         total = source.nbytes
         if total != chunk.nbytes:
-            raise SegmentError(f"C3.6: {what} says {chunk.nbytes} bytes, its segments have {total}. No byte moved.")
+            raise SegmentError(
+                f"C3.6: {_what(chunk)} says {chunk.nbytes} bytes, its segments have {total}. No byte moved."
+            )
         if total > capabilities.max_chunk_bytes:
             raise CapabilityError(
-                f"T13: {what} has {total} bytes, {self._transport} takes {capabilities.max_chunk_bytes}",
+                f"T13: {_what(chunk)} has {total} bytes, {self._transport} takes {capabilities.max_chunk_bytes}",
                 capability="max_chunk_bytes",
             )
         grain = capabilities.alignment
         if grain > 1 and any(np.any(column % grain) for column in (source.offset, target.offset, source.length)):
             raise CapabilityError(
-                f"T13: {what} has offsets or lengths that are no multiples of {grain}, as {self._transport} needs",
+                f"T13: {_what(chunk)} has offsets or lengths that are no multiples of {grain}, as {self._transport}"
+                " needs",
                 capability="alignment",
             )
 
@@ -988,3 +990,7 @@ class _News:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _what(chunk: Chunk) -> str:
+    return f"chunk {chunk.sequence} of transfer {chunk.transfer}"

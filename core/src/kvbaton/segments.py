@@ -26,6 +26,8 @@ _MAX_REGION, _MAX = 2**31 - 1, 2**63 - 1
 
 #: Up to so many segments, a look at each in Python costs less than one numpy call.
 _FEW = 8
+#: Up to so many, one look at a list is over before a look at each part of it would be, and holds no first chunk up.
+_LOOKED_AT_ONCE = 4096
 
 
 class Segments:
@@ -37,11 +39,15 @@ class Segments:
     :meth:`check_bounds` says so.
     """
 
-    __slots__ = ("length", "offset", "region")
+    __slots__ = ("_extent", "_nbytes", "length", "offset", "region")
 
     region: Regions
     offset: Offsets
     length: Offsets
+    #: What is known of a list that this one is a range of, where somebody has looked.
+    _extent: _Extent | None
+    #: The sum of lengths; 0 until somebody asks.
+    _nbytes: int
 
     def __init__(self, region: npt.ArrayLike, offset: npt.ArrayLike, length: npt.ArrayLike) -> None:
         columns = (_column(region, np.int32), _column(offset, np.int64), _column(length, np.int64))
@@ -63,6 +69,8 @@ class Segments:
         _set_region(self, columns[0])
         _set_offset(self, columns[1])
         _set_length(self, columns[2])
+        _set_extent(self, None)
+        _set_nbytes(self, 0)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments are immutable: {name} cannot be set")
@@ -109,7 +117,11 @@ class Segments:
     @property
     def nbytes(self) -> int:
         """The sum of lengths."""
-        return int(np.add.reduce(self.length))
+        nbytes = self._nbytes
+        if not nbytes:
+            nbytes = int(np.add.reduce(self.length))
+            _set_nbytes(self, nbytes)
+        return nbytes
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segments):
@@ -137,7 +149,7 @@ class Segments:
             raise TypeError(f"segments are taken by range, as in segments[2:5], not by {index!r}")
         if index.step not in (None, 1):
             raise SegmentError(f"segments are taken one after the other, not with a step of {index.step}")
-        return _of_read_only(self.region[index], self.offset[index], self.length[index])
+        return _of_read_only(self.region[index], self.offset[index], self.length[index], self._extent)
 
     def concat(self, *others: Segments) -> Segments:
         """These segments and then those of ``others``."""
@@ -153,8 +165,12 @@ class Segments:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def within(self, lengths: Mapping[int, int]) -> bool:
-        """Whether it is seen at a glance that every segment is inside its region, as it is where all are in one.  If
-        not, :meth:`check_bounds` looks closely."""
+        """Whether it is seen at a glance that every segment is inside its region, as it is where all are in one, or
+        where :func:`split` has looked at the list that this is a part of.  If not, :meth:`check_bounds` looks closely.
+        """
+        extent = self._extent
+        if extent is not None and extent.inside(lengths):
+            return True
         if len(self.length) <= _FEW:
             return all(offset + length <= lengths.get(region, 0) for region, offset, length in self.triples())
         here = int(self.region[0])
@@ -234,15 +250,54 @@ def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
 
 
 # the slots' own setters: what Segments.__setattr__ refuses to everybody else, and the quickest way in
-_set_region, _set_offset, _set_length = (Segments.__dict__[name].__set__ for name in ("region", "offset", "length"))
+_set_region, _set_offset, _set_length, _set_extent, _set_nbytes = (
+    Segments.__dict__[name].__set__ for name in ("region", "offset", "length", "_extent", "_nbytes")
+)
 
 
-def _of_read_only(region: Regions, offset: Offsets, length: Offsets) -> Segments:
+class _Extent:
+    """Of a list, and so of every range of it: the regions that it touches, and where in each its last byte lies at
+    most.  One look at the whole list, when it is first asked for, instead of one at each chunk of it."""
+
+    __slots__ = ("_ends", "_list")
+
+    def __init__(self, segments: Segments) -> None:
+        self._list: Segments | None = segments
+        self._ends: tuple[tuple[int, int], ...] | None = None
+
+    def inside(self, lengths: Mapping[int, int]) -> bool:
+        """``False`` is not the last word: a range may end earlier than the list."""
+        if self._list is not None:
+            self._ends = _ends(self._list)
+            self._list = None
+        return self._ends is not None and all(end <= lengths.get(region, 0) for region, end in self._ends)
+
+
+def _ends(segments: Segments) -> tuple[tuple[int, int], ...] | None:
+    """``None`` where an end lies beyond 64 bits: no region holds it."""
+    region, offset, length = segments.region, segments.offset, segments.length
+    if np.logical_or.reduce(offset > _MAX - length):
+        return None
+    ends = offset + length
+    if np.logical_and.reduce(region == region[0]):
+        return ((int(region[0]), int(np.maximum.reduce(ends))),)
+    order = region.argsort(kind="stable")
+    region, ends = region[order], ends[order]
+    starts = np.flatnonzero(np.concatenate(([True], region[1:] != region[:-1])))
+    last = np.maximum.reduceat(ends, starts)
+    return tuple(zip(region[starts].tolist(), last.tolist(), strict=True))
+
+
+def _of_read_only(
+    region: Regions, offset: Offsets, length: Offsets, extent: _Extent | None = None, nbytes: int = 0
+) -> Segments:
     """Of columns that are valid and read-only: other segments' columns, or views of them."""
     self = _new(Segments)
     _set_region(self, region)
     _set_offset(self, offset)
     _set_length(self, length)
+    _set_extent(self, extent)
+    _set_nbytes(self, nbytes)
     return self
 
 
@@ -334,17 +389,19 @@ def split(
     ends = lengths.cumsum().data
     count = len(lengths)
     from_region, from_offset, to_region, to_offset = source.region, source.offset, target.region, target.offset
+    # each batch is looked at before it is sent (C3.6), which costs the more per segment the fewer it has
+    from_extent, to_extent = (_Extent(source), _Extent(target)) if count <= _LOOKED_AT_ONCE else (None, None)
     batches = []
     first, sent = 0, 0
     while first < count:
         # one step per batch, not per segment; each segment alone fits
         last = bisect_right(ends, sent + max_bytes, first, min(first + max_segments, count))
         batch = slice(first, last)
-        length = lengths[batch]
+        length, nbytes = lengths[batch], ends[last - 1] - sent
         batches.append(
             (
-                _of_read_only(from_region[batch], from_offset[batch], length),
-                _of_read_only(to_region[batch], to_offset[batch], length),
+                _of_read_only(from_region[batch], from_offset[batch], length, from_extent, nbytes),
+                _of_read_only(to_region[batch], to_offset[batch], length, to_extent, nbytes),
             )
         )
         first, sent = last, ends[last - 1]
