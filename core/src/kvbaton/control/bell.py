@@ -52,12 +52,17 @@ class DescriptorBell:
                 os.eventfd_write(self._fd, 1)
 
     def hush(self) -> None:
-        """Use up what was rung so far.  Look for what there is afterwards."""
-        if self._rung:
-            with self._lock:
-                self._rung = False
-                if self._fd >= 0:
-                    os.eventfd_read(self._fd)
+        """Use up what was rung so far.  Look for what there is afterwards.  By who waits, and closes, only.
+
+        Without the lock: who rings holds it while it wakes this thread, which would only sleep again.  A ring from now
+        until the last line counts as one with those before: what it tells of was there before it.
+        """
+        if self._rung and self._fd >= 0:
+            try:
+                os.eventfd_read(self._fd)
+            except BlockingIOError:
+                return  # it is just being rung, and will be readable
+            self._rung = False
 
     def close(self) -> None:
         """Give the descriptor back.  Idempotent."""
