@@ -142,9 +142,30 @@ class _Exclusive:
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
+#: ``select`` takes descriptors below this one.
+_SELECTABLE: Final = 1024
 
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.get(_EVENTS)) & _POLLIN)
+
+class _Heard:
+    """A socket that is asked for news only when it may have some: to ask costs as much as to take a message.
+
+    Its descriptor is edge-triggered: once the socket was asked and had nothing, the descriptor gets readable with the
+    next news, unless the socket is used before and takes note of it then.
+    """
+
+    __slots__ = ("fd", "quiet", "socket")
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.fd = int(socket.fileno())
+        #: It was asked, had nothing, and was not used since; and its descriptor was not seen readable.
+        self.quiet = False
+
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
+        if not self.quiet:
+            self.quiet = not int(self.socket.get(_EVENTS)) & _POLLIN
+        return not self.quiet
 
 
 class _Wire:
@@ -168,21 +189,54 @@ class _Wire:
             self._monitor = self._context.socket(zmq.PAIR)
             self._monitor.linger = 0
             self._monitor.connect(name)
+            self._frames, self._connections = _Heard(self.socket), _Heard(self._monitor)
+            #: The descriptors were looked at since something was last taken.
+            self._looked = False
             self._poll = select.poll()
-            self._fds = [self.socket.fileno(), self._monitor.fileno(), self.bell.fileno()]
+            self._fds = [self._frames.fd, self._connections.fd, self.bell.fileno()]
             if keys is not None:
                 self._gate = Gate(self._context, keys)
                 self._fds.append(self._gate.socket.fileno())
             for fd in self._fds:
                 self._poll.register(fd, select.POLLIN)
+            self._low = max(self._fds) < _SELECTABLE
             undo.pop_all()
 
-    def connection_events(self) -> list[tuple[int, int]]:
-        """(event, file descriptor) of the connections that began or ended, oldest first."""
+    def look(self) -> None:
+        """Find out where there may be news, unless a wait has just done so.  Before anything is taken."""
+        if not self._looked and (self._frames.quiet or self._connections.quiet):
+            self._stirred([fd for fd, _ in self._poll.poll(0)])
+        self._looked = False
+
+    def _stirred(self, readable: Sequence[int]) -> None:
+        for heard in (self._frames, self._connections):
+            if heard.fd in readable:
+                heard.quiet = False
+
+    def has_frames(self) -> bool:
+        """Whether there is a message to take."""
+        return self._frames.has_news()
+
+    def send(self, *frames: bytes) -> None:
+        """One message.  Never waits; raises what ZeroMQ raises."""
+        self._frames.quiet = False  # it may take note of what has come, which the descriptor then tells no more
+        # in single calls, since send_multipart costs five times as much; there is no limit that could part them
+        for frame in frames[:-1]:
+            self.socket.send(frame, _MORE)
+        self.socket.send(frames[-1], _NOBLOCK)
+
+    def connection_events(self, *, now: bool = False) -> list[tuple[int, int]]:
+        """(event, file descriptor) of the connections that began or ended, oldest first.  ``now``: also of those that
+        have since the last look.
+        """
+        if now:
+            self._connections.quiet = False
         found = []
-        while _readable(self._monitor):
+        while self._connections.has_news():
             head, _ = self._monitor.recv_multipart(_NOBLOCK)
             found.append(struct.unpack("=Hi", head))
+        if found:
+            self._frames.quiet = False  # what came over a connection counts although it has ended since
         return found
 
     @property
@@ -198,14 +252,16 @@ class _Wire:
     def wait(self, timeout: float) -> None:
         # asked here too: the answer lets somebody in whose first frame then ends the wait
         self.let_in()
-        # ZeroMQ's descriptors are edge-triggered: asking for EVENTS both looks first and arms them
-        if not (_readable(self.socket) or _readable(self._monitor)):
+        # asking both looks first and arms the descriptors
+        if not (self._frames.has_news() or self._connections.has_news()):
             timeout = max(timeout, 0.0)
             # poll counts whole milliseconds, too coarse for the pauses of a pump; select takes no high descriptors
-            if timeout < 0.001 and max(self._fds) < 1024:
-                select.select(self._fds, (), (), timeout)
+            if timeout < 0.001 and self._low:
+                readable = select.select(self._fds, (), (), timeout)[0]
             else:
-                self._poll.poll(math.ceil(timeout * 1000))
+                readable = [fd for fd, _ in self._poll.poll(math.ceil(timeout * 1000))]
+            self._stirred(readable)
+            self._looked = True
         self.bell.hush()
 
     def close(self, linger: float) -> None:
@@ -397,11 +453,12 @@ class ZmqCoordinatorChannels:
             if self._closed:
                 return events
             self._wire.let_in()
+            self._wire.look()
             # connections first: an end seen now comes after every frame that is still to be read of it
             self._watch_connections()
             socket = self._wire.socket
             for _ in range(_FRAMES_PER_PASS):
-                if not _readable(socket):
+                if not self._wire.has_frames():
                     self._report_endings(events)
                     return events
                 sender = self._by_routing_id.get(routing_id := socket.recv(_NOBLOCK))
@@ -470,7 +527,7 @@ class ZmqCoordinatorChannels:
             return
         reply = self._reply(request, user_of(frame))
         with contextlib.suppress(zmq.ZMQError):  # it has gone again
-            self._wire.socket.send_multipart((routing_id, msgspec.json.encode(reply)), zmq.NOBLOCK)
+            self._wire.send(routing_id, msgspec.json.encode(reply))
 
     def _reply(self, request: JoinRequest, user: str) -> JoinReply:
         name = request.name
@@ -555,7 +612,7 @@ class ZmqCoordinatorChannels:
     def _connect(self, entry: _Peer, fd: int) -> None:
         """The first frame of a peer came over connection ``fd``."""
         entry.connected = True
-        self._watch_connections()
+        self._watch_connections(now=True)
         before = self._behind.pop(fd, None)
         if before is not None:
             self._end(before, self._cut())  # the number was reused
@@ -570,8 +627,8 @@ class ZmqCoordinatorChannels:
         while entry.backlog and entry.ending is None:
             self._post(entry, entry.backlog.popleft())
 
-    def _watch_connections(self) -> None:
-        for event, fd in self._wire.connection_events():
+    def _watch_connections(self, *, now: bool = False) -> None:
+        for event, fd in self._wire.connection_events(now=now):
             if event == zmq.EVENT_ACCEPTED:
                 self._open.add(fd)
                 self._joining.discard(fd)
@@ -587,9 +644,7 @@ class ZmqCoordinatorChannels:
 
     def _post(self, entry: _Peer, data: bytes) -> bool:
         try:
-            # in two calls, since send_multipart costs five times as much; there is no limit that could part them
-            self._wire.socket.send(entry.routing_id, _MORE)
-            self._wire.socket.send(data, _NOBLOCK)
+            self._wire.send(entry.routing_id, data)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -674,7 +729,7 @@ class ZmqStageChannel:
                 socket.ipv6 = "[" in ticket.address
                 _send_heartbeats(socket, heartbeat)
             socket.connect(ticket.address)
-            socket.send(_GREETING)
+            self._wire.send(_GREETING)
             if keys is not None:
                 self._await_admission(patience)
             undo.pop_all()
@@ -682,7 +737,7 @@ class ZmqStageChannel:
     def _await_admission(self, patience: float) -> None:
         deadline = time.monotonic() + patience
         place = f"{self.peer.name} was given its place by the coordinator at {self._ticket.address}, but not admitted:"
-        while not _readable(self._wire.socket):
+        while not self._wire.has_frames():
             left = deadline - time.monotonic()
             if self._wire.connection_events():
                 raise ConnectError(f"{place} the connection ended", address=self._ticket.address)
@@ -710,7 +765,7 @@ class ZmqStageChannel:
                 return
             data = pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message)
             try:
-                self._wire.socket.send(data, _NOBLOCK)
+                self._wire.send(data)
             except zmq.Again:
                 # the socket has no connection any more, and will have no other
                 self._dropped[family_of(message), "gone-peer"] += 1
@@ -724,10 +779,11 @@ class ZmqStageChannel:
         with self._exclusive:
             if self._closed:
                 return messages
+            self._wire.look()
             if self._wire.connection_events():
                 self.sever("the connection to the coordinator ended")
             socket = self._wire.socket
-            while len(messages) < _FRAMES_PER_PASS and _readable(socket):
+            while len(messages) < _FRAMES_PER_PASS and self._wire.has_frames():
                 frames = socket.recv_multipart(_NOBLOCK)
                 if len(frames) != 1:
                     self._dropped["unknown", "malformed"] += 1
@@ -756,7 +812,7 @@ class ZmqStageChannel:
         with self._exclusive:
             if not self._closed:
                 with contextlib.suppress(zmq.Again):
-                    self._wire.socket.send(_LEFT + str(status).encode(), zmq.NOBLOCK)
+                    self._wire.send(_LEFT + str(status).encode())
                     self._said_last_word = True
 
     def wake(self) -> None:
