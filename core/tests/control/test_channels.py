@@ -27,6 +27,27 @@ def test_both_directions_are_first_in_first_out_and_lossless(links):
 
 
 @pytest.mark.clause("C9.4")
+@pytest.mark.parametrize("then", ["send", "flush", "close"])
+def test_what_is_held_goes_in_order_at_the_latest_with_what_follows(links, then):
+    coordinator, stage = links.pair()
+    for number in range(3):
+        stage.hold(links.message(number))
+    if then == "send":
+        stage.send(links.message(3))
+    elif then == "flush":
+        stage.flush()
+        stage.flush()
+    else:
+        stage.close()
+    expected = 4 if then == "send" else 3
+    events = links.gather(coordinator, expected)
+    assert events[:expected] == [Received(links.peer, links.message(number)) for number in range(expected)]
+    if then != "close":
+        assert stage.statistics().sent == expected
+        assert coordinator.statistics().dropped == {}
+
+
+@pytest.mark.clause("C9.4")
 def test_what_is_sent_before_the_stage_connects_waits_for_it(links):
     coordinator = links.coordinator()
     coordinator.add(links.peer)

@@ -179,6 +179,17 @@ def test_who_does_not_speak_the_protocol_at_all_is_turned_away_and_counted(zmq_l
     assert zmq_links.gather(coordinator, 1) == [Received(PEER, Stop())]
 
 
+@pytest.mark.clause("C9.3")
+def test_a_message_of_several_frames_is_refused_as_a_whole_or_is_several_envelopes(raw):
+    coordinator, dealer = raw
+    dealer.send(GREETING)
+    good = [encode(envelope(PEER.epoch, seq, Stop())) for seq in (1, 2)]
+    dealer.send_multipart([good[0], b"no envelope", good[1]])
+    dealer.send_multipart(good)
+    assert settle(coordinator, dealer, seq=3) == [Received(PEER, Stop())] * 3
+    assert coordinator.statistics().dropped == {("unknown", "malformed"): 1}
+
+
 # -- numbers and epochs on the wire ------------------------------------------------------------------------------------
 
 

@@ -126,6 +126,11 @@ class SimulatedChannel:
         if self.lost is None:
             self.going.append(message)
 
+    hold = send
+
+    def flush(self) -> None:
+        pass
+
     def deliver(self, message: messages.Message) -> None:
         """From the coordinator: on its way.  Nothing comes after the loss (C9.4)."""
         if self.lost is None:

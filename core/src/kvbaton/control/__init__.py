@@ -96,6 +96,14 @@ class StageChannel(Protocol):
         Raises: MessageError if the message is larger than the channel accepts; nothing was sent.
         """
 
+    def hold(self, message: Message) -> None:
+        """As ``send``, but it may stay here until ``flush``, or the next ``send``, so that what is said together also
+        travels together: each journey wakes three threads.
+        """
+
+    def flush(self) -> None:
+        """Nothing stays here.  Cheap where nothing does."""
+
     def receive(self) -> list[Message]:
         """What has arrived, in order; empty if nothing has.  Never waits, never raises for bad input."""
 

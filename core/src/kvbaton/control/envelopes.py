@@ -26,14 +26,26 @@ def unpack(
     data: bytes, sequence: InboundSequence, max_message: int, dropped: Counter[tuple[str, str]]
 ) -> tuple[Envelope | None, str | None]:
     """(the envelope if it is the channel's next, the gap if it shows one); what is neither was counted (C9.3)."""
+    found = opened(data, max_message, dropped)
+    return (None, None) if found is None else judged(found, sequence, dropped)
+
+
+def opened(data: bytes, max_message: int, dropped: Counter[tuple[str, str]]) -> Envelope | None:
+    """The envelope in ``data``; None, and it was counted, where there is none (C9.3)."""
     if len(data) > max_message:
         dropped["unknown", "oversized"] += 1
-        return None, None
+        return None
     try:
-        found = decode(data, max_message)
+        return decode(data, max_message)
     except MessageError:
         dropped["unknown", "malformed"] += 1
-        return None, None
+        return None
+
+
+def judged(
+    found: Envelope, sequence: InboundSequence, dropped: Counter[tuple[str, str]]
+) -> tuple[Envelope | None, str | None]:
+    """(the envelope if it is the channel's next, the gap if it shows one); what is neither was counted (C9.4)."""
     expected = sequence.expected
     verdict = sequence.judge(found.epoch, found.seq)
     if verdict is Verdict.NEXT:

@@ -104,6 +104,11 @@ class InprocStageChannel:
         self._deliver(self._peer, self._outbound.pack(message))
         self._sent += 1
 
+    hold = send  # a queue has no journey to share
+
+    def flush(self) -> None:
+        pass
+
     def receive(self) -> list[Message]:
         messages: list[Message] = []
         if self._closed:

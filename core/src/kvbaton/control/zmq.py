@@ -2,7 +2,8 @@
 
 The coordinator binds one ROUTER; each stage connects one DEALER whose routing id begins with its name and epoch.  A
 stage's first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what
-was sent to the stage before that waits for it.  Each further frame is one encoded envelope.
+was sent to the stage before that waits for it.  Each further frame is one encoded envelope; what a stage says in one
+breath is one message of several frames, refused as a whole where one of them is no envelope.
 
 A connection that ends is a lost channel: nobody reconnects, since ZeroMQ drops what is under way when it ends.
 The ends are seen by the sockets' monitors.  A stage that is alive but stopped is found by ZMTP heartbeats, which the
@@ -45,11 +46,11 @@ import zmq
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received, private_directory
 from kvbaton.control.bell import DescriptorBell
 from kvbaton.control.curve import ClientKeys, Gate, ServerKeys, user_of
-from kvbaton.control.envelopes import pack, unpack
+from kvbaton.control.envelopes import judged, opened, pack, unpack
 from kvbaton.control.sequence import InboundSequence
 from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, ThreadError
 from kvbaton.identity import PeerId
-from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Hello, Message, family_of
+from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Envelope, Family, Hello, Message, family_of
 
 _GREETING_PREFIX: Final = b"kvbaton/"
 _GREETING: Final = _GREETING_PREFIX + str(VERSION).encode()
@@ -584,21 +585,25 @@ class ZmqCoordinatorChannels:
         if entry.lost:
             self._dropped["unknown", "lost"] += 1
             return
-        if len(frames) != 1:
-            self._dropped["unknown", "malformed"] += 1
-            return
-        data = frames[0]
-        if self._listen is not None and data.startswith(_LEFT):
+        if self._listen is not None and frames[0].startswith(_LEFT) and len(frames) == 1:
             with contextlib.suppress(ValueError):
-                entry.left = int(data[len(_LEFT) :])
+                entry.left = int(frames[0][len(_LEFT) :])
             return
-        found, gap = unpack(data, entry.sequence, self._max_message, self._dropped)
-        if found is not None:
-            self._received += 1
-            entry.introduced = entry.introduced or isinstance(found.body, Hello)
-            events.append(Received(entry.peer, found.body))
-        elif gap is not None:
-            self._lose(entry, gap, events)
+        sealed: list[Envelope] = []
+        for data in frames:
+            envelope = opened(data, self._max_message, self._dropped)
+            if envelope is None:
+                return  # of a message with rubbish in it nothing is believed
+            sealed.append(envelope)
+        for envelope in sealed:
+            found, gap = judged(envelope, entry.sequence, self._dropped)
+            if found is not None:
+                self._received += 1
+                entry.introduced = entry.introduced or isinstance(found.body, Hello)
+                events.append(Received(entry.peer, found.body))
+            elif gap is not None:
+                self._lose(entry, gap, events)
+                return
 
     def _why_unknown(self, routing_id: bytes) -> str:
         name, _, epoch = routing_id.decode(errors="replace").partition("#")[0].rpartition("@")
@@ -708,6 +713,9 @@ class ZmqStageChannel:
         self._exclusive = _Exclusive(f"the channel of {ticket.peer}")
         self._sequence = InboundSequence(ticket.coordinator_epoch)
         self._seq = 0
+        #: Packed and not sent yet, and to which family each belongs.
+        self._held: list[bytes] = []
+        self._families: list[Family] = []
         self._lost: str | None = None
         self._lost_lock = threading.Lock()
         self._sent = 0
@@ -759,20 +767,35 @@ class ZmqStageChannel:
         return self._lost
 
     def send(self, message: Message) -> None:
+        self.hold(message)
+        self.flush()
+
+    def hold(self, message: Message) -> None:
         with self._exclusive:
             if self._lost is not None or self._closed:
                 self._dropped[family_of(message), "gone-peer"] += 1
                 return
-            data = pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message)
-            try:
-                self._wire.send(data)
-            except zmq.Again:
-                # the socket has no connection any more, and will have no other
-                self._dropped[family_of(message), "gone-peer"] += 1
-                self.sever("the connection to the coordinator ended")
-                return
+            self._held.append(pack(self.peer.epoch, self._seq + 1, message, self._ticket.max_message))
+            self._families.append(family_of(message))
             self._seq += 1
-            self._sent += 1
+
+    def flush(self) -> None:
+        if self._held:
+            with self._exclusive:
+                self._flush()
+
+    def _flush(self) -> None:
+        if not self._held or self._closed:
+            return
+        try:
+            self._wire.send(*self._held)
+            self._sent += len(self._held)
+        except zmq.Again:
+            # the socket has no connection any more, and will have no other
+            self._dropped.update((family, "gone-peer") for family in self._families)
+            self.sever("the connection to the coordinator ended")
+        self._held.clear()
+        self._families.clear()
 
     def receive(self) -> list[Message]:
         messages: list[Message] = []
@@ -811,6 +834,7 @@ class ZmqStageChannel:
         """
         with self._exclusive:
             if not self._closed:
+                self._flush()
                 with contextlib.suppress(zmq.Again):
                     self._wire.send(_LEFT + str(status).encode())
                     self._said_last_word = True
@@ -831,6 +855,7 @@ class ZmqStageChannel:
         with self._exclusive:
             if self._closed:
                 return
+            self._flush()
             self._closed = True
             self._wire.close(self._linger if self._lost is None or self._said_last_word else 0.0)
 

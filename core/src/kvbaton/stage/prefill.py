@@ -266,6 +266,7 @@ class PrefillStage(Stage):
             del queue[key]
             self._drop_chunk(chunk)
             self._run(self.machine.submitted(chunk.transfer, chunk.sequence))
+            self.channel.flush()  # a commit does not wait for the next chunk to be copied
             return bool(queue)
         return False
 

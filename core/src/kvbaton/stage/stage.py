@@ -138,11 +138,14 @@ class Stage(ABC):
         if self._quiet:
             busy = self._check_quiet() or busy
         busy = self._profiles.expire() or busy
+        self.channel.flush()  # what follows may copy bytes, for long
         flowing = self._progress()
+        self.channel.flush()
         progress = self.guard.poll()
         if progress:
             flowing = True
             self._on_progress(progress)
+            self.channel.flush()
         self.flowing = flowing
         self._end_if_done()
         return busy or flowing
@@ -377,6 +380,7 @@ class Stage(ABC):
                 else:
                     self._post_command(loop.Suspend(transfer))
             case fx.Free(transfer):
+                self.channel.flush()  # whoever waits for the request's end does not wait for its memory
                 self.guard.forget(transfer)
                 self._releasing[transfer] = None
                 self._post_command(loop.Release(transfer))
@@ -424,7 +428,7 @@ class Stage(ABC):
             case _:
                 pass
         try:
-            self.channel.send(message)
+            self.channel.hold(message)
         except MessageError as error:
             about: TransferId | None = getattr(message, "transfer", None)
             if about is None or isinstance(message, messages.Failed | messages.Retired):
