@@ -160,6 +160,10 @@ class DecodeStage(Stage):
     def imminent(self) -> bool:
         return bool(self._incomplete or self._arriving) or self._stop_by is not None or bool(self._quiet)
 
+    def _more_may_come(self) -> bool:
+        """Not where all that was expected has come: another pass would keep the interpreter from the import."""
+        return bool(self._incomplete or self._arriving)
+
     def _progress(self) -> bool:
         busy = bool(self._incomplete) and self._expire_receipts()
         if not self._revoking:

@@ -94,7 +94,7 @@ class Stage(ABC):
         self.durations: dict[str, Durations] = {"chunk": guard.chunk_seconds}
         #: The pump waits for the channel, or is about to.
         self._asleep = False
-        #: The last pass submitted something, or heard from the transport.
+        #: The last pass submitted something, or heard from the transport what may not be all.
         self.flowing = False
         #: Effects that are still to be carried out, and whether that is being done.
         self._line: deque[fx.Effect] = deque()
@@ -143,9 +143,10 @@ class Stage(ABC):
         self.channel.flush()
         progress = self.guard.poll()
         if progress:
-            flowing = True
+            busy = True
             self._on_progress(progress)
             self.channel.flush()
+            flowing = flowing or self._more_may_come()
         self.flowing = flowing
         self._end_if_done()
         return busy or flowing
@@ -189,7 +190,9 @@ class Stage(ABC):
     def report(self, report: loop.Report | _Answered) -> None:
         """From the engine thread: lock-free, wakes the pump."""
         self._reports.append(report)
-        if self._asleep:  # else it is seen before the next wait, and a ring would end that for nothing
+        # not asleep: it is seen before the next wait, and a ring would end that for nothing; nobody waits to hear of an
+        # import, and a pump that is up takes the interpreter from the step that follows it
+        if self._asleep and type(report) is not loop.Imported:
             self.channel.wake()
 
     # -- what the roles add ------------------------------------------------------------------------------------------
@@ -240,6 +243,10 @@ class Stage(ABC):
     def _expects_transport(self) -> bool:
         """Whether the pump's short pauses are spent on the connector's ``wait`` rather than on the channel's."""
         return False
+
+    def _more_may_come(self) -> bool:
+        """Whether the transport, which has just told of something, may have more to tell at once."""
+        return True
 
     def _settled(self) -> bool:
         """Whether nothing of this role keeps the stage from ending."""
