@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton import geometry
 from kvbaton.connector import Chunk
 from kvbaton.engine import ComputedRange
 from kvbaton.errors import SegmentError
@@ -217,6 +219,24 @@ def test_any_range_of_tokens_moves_exactly(data):
     check(case, [(source, target)], start, end)
     assert target.disjoint()
     assert (source, target) == coalesce(source, target)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_few_runs_are_planned_as_many_are(data):
+    case = data.draw(cases())
+    grain = case.source.block_tokens if case.per_block else 1
+    start = data.draw(st.integers(0, case.tokens // grain)) * grain
+    end = data.draw(st.integers(start, case.tokens))
+    with mock.patch.object(geometry, "FEW", 0):
+        many = case.plan(start, end)
+    with mock.patch.object(geometry, "FEW", 1000):
+        few = case.plan(start, end)
+    assert few == many
+    for column in ("region", "offset", "length"):
+        for one, other in zip(few, many, strict=True):
+            assert getattr(one, column).dtype == getattr(other, column).dtype
+            assert not getattr(one, column).flags.writeable
 
 
 @pytest.mark.clause("C3.1", "C3.2", "C3.3")

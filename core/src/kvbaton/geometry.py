@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import GeometryError, GeometryMismatch, SegmentError
-from kvbaton.segments import Offsets, Regions, Segments, coalesce, joined
+from kvbaton.segments import FEW, Offsets, Regions, Row, Segments, coalesce, joined
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -320,6 +320,10 @@ class KVMap:
         )
         self._has_per_block = any(c.per_block for plane in source.planes for c in plane.components)
         self._pools, self._entangled = _shared_storage(destination)
+        #: The same for few: members of all planes, whole blocks' groups of all planes, and both sides' block counts.
+        self._few_members = [run for plane in members for run in plane]
+        self._few_groups = [run for plane in members for run in _grouped(plane, source.block_tokens)]
+        self._limits = tuple([plane.blocks for plane in side.planes] for side in (source, destination))
 
     def plan(
         self, source_tables: Sequence[Table], destination_tables: Sequence[Table], start: int, end: int
@@ -340,12 +344,15 @@ class KVMap:
         blocks = self._blocks_of(start, end, source_tables, destination_tables)
         if start == end:
             return Segments.empty(), Segments.empty()
+        few = self._few_ids((source_tables, destination_tables), blocks)
+        if few is not None:
+            return self._few_segments(few[0], few[1], start, end)
         return self._planned(self._ids((source_tables, destination_tables), blocks), start, end)
 
     def check_destination(self, tables: Sequence[Table], start: int, end: int) -> None:
         """Raise what :meth:`plan` of tokens ``[start, end)`` would raise for the destination's tables alone."""
         blocks = self._blocks_of(start, end, tables, tables)
-        if start < end:
+        if start < end and self._few_ids((tables,), blocks) is None:
             ids = self._ids((tables,), blocks)
             if self._entangled:
                 self._planned(np.concatenate((ids, ids)), start, end)
@@ -367,6 +374,61 @@ class KVMap:
                 " belong to all of its tokens: a valid prefix must end at a block edge here"
             )
         return range(start // tokens, -(-end // tokens))
+
+    def _few_ids(self, sides: Sequence[Sequence[Table]], blocks: range) -> list[list[list[int]]] | None:
+        """As :meth:`_ids`, in lists, where that is cheaper than numpy: of few runs, and where nothing is wrong with
+        them; what is, it leaves to the close look."""
+        if len(blocks) * len(self._few_members) > FEW or self._entangled:
+            return None
+        found = []
+        for tables, limits in zip(sides, self._limits[-len(sides) :], strict=True):
+            of_side = []
+            for table, limit in zip(tables, limits, strict=True):
+                if not isinstance(table, np.ndarray) or table.ndim != 1 or table.dtype.kind not in "iu":
+                    return None
+                ids = table[blocks.start : blocks.stop].tolist()
+                if len(ids) < len(blocks) or min(ids) < 0 or max(ids) >= limit:
+                    return None
+                of_side.append(ids)
+            found.append(of_side)
+        of_target = found[-1]
+        for pool in (*self._pools, *([plane] for plane in range(len(of_target)))):
+            ids = [id for plane in pool for id in of_target[plane]]
+            if len(set(ids)) < len(ids):
+                return None
+        return found
+
+    def _few_segments(
+        self, source: list[list[int]], target: list[list[int]], start: int, end: int
+    ) -> tuple[Segments, Segments]:
+        """As :meth:`_planned`, of :meth:`_few_ids`."""
+        tokens = self.source.block_tokens
+        head, tail, last = start % tokens, end % tokens, len(source[0]) - 1
+        here: list[Row] = []
+        there: list[Row] = []
+        parts = [
+            (range(1), head, tokens if last or not tail else tail) if head else None,
+            (range(bool(head), last + (not tail)), 0, tokens),
+            (range(last, last + 1), 0, tail) if tail and (last or not head) else None,
+        ]
+        for part in parts:
+            if part is None:
+                continue
+            places, first, past = part
+            whole = past - first == tokens
+            for run in self._few_groups if whole else self._few_members:
+                nbytes = run.nbytes if whole else run.token_bytes * (past - first) + run.fixed_bytes
+                skip = run.token_bytes * first
+                for at in places:
+                    offset = run.base[0] + source[run.plane][at] * run.stride[0] + skip
+                    goal = run.base[1] + target[run.plane][at] * run.stride[1] + skip
+                    if here and _follows(here[-1], run.region[0], offset) and _follows(there[-1], run.region[1], goal):
+                        here[-1] = (*here[-1][:2], here[-1][2] + nbytes)
+                        there[-1] = (*there[-1][:2], there[-1][2] + nbytes)
+                    else:
+                        here.append((run.region[0], offset, nbytes))
+                        there.append((run.region[1], goal, nbytes))
+        return Segments.of_few(here), Segments.of_few(there)
 
     def _planned(self, ids: Offsets, start: int, end: int) -> tuple[Segments, Segments]:
         """Of blocks that are known to exist and to be distinct."""
@@ -472,6 +534,10 @@ class KVMap:
                     f"C3.2: block {bad} is twice in the destination tables of planes {names}, which share storage",
                     block=bad,
                 )
+
+
+def _follows(row: Row, region: int, offset: int) -> bool:
+    return row[0] == region and row[1] + row[2] == offset
 
 
 _SIDES = ("source", "destination")

@@ -72,7 +72,7 @@ from kvbaton.errors import (
 )
 from kvbaton.geometry import KVGeometry
 from kvbaton.identity import PeerId, TransferId
-from kvbaton.segments import Segments
+from kvbaton.segments import Segments, same_lengths
 
 Clock = Callable[[], float]
 
@@ -655,7 +655,7 @@ class GuardedConnector:
                 f"T13: {_what(chunk)} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
                 capability="max_segments",
             )
-        if source.length is not target.length and not np.logical_and.reduce(source.length == target.length):
+        if not same_lengths(source, target):
             at = int(np.flatnonzero(source.length != target.length)[0])
             raise SegmentError(
                 f"C3.6: {_what(chunk)}, segment {at}: {int(source.length[at])} source bytes against"

@@ -2,14 +2,14 @@
 
 A chunk pairs a *source* list with a *target* list of equal count and equal lengths (C3.6).  Everything here is
 vectorised: a request of some thousand tokens has tens of thousands of descriptors, and a Python loop over them is a
-defect. All values are immutable and safe to share between threads.
+defect.  A request of a few tokens has few, and there numpy is what costs: few are kept as rows of Python integers, and
+get their columns when somebody asks for these.  All values are immutable and safe to share between threads.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,12 @@ _new = object.__new__
 _MAX_REGION, _MAX = 2**31 - 1, 2**63 - 1
 
 #: Up to so many segments, a look at each in Python costs less than one numpy call.
-_FEW = 8
+FEW = 8
 #: Up to so many, one look at a list is over before a look at each part of it would be, and holds no first chunk up.
 _LOOKED_AT_ONCE = 4096
+
+#: ``(region, offset, length)`` of one segment.
+Row = tuple[int, int, int]
 
 
 class Segments:
@@ -39,11 +42,13 @@ class Segments:
     :meth:`check_bounds` says so.
     """
 
-    __slots__ = ("_extent", "_nbytes", "length", "offset", "region")
+    __slots__ = ("_extent", "_length", "_nbytes", "_offset", "_region", "_rows")
 
-    region: Regions
-    offset: Offsets
-    length: Offsets
+    #: Either all three columns are there, or the rows are, of few; or all are.
+    _region: Regions | None
+    _offset: Offsets | None
+    _length: Offsets | None
+    _rows: tuple[Row, ...] | None
     #: What is known of a list that this one is a range of, where somebody has looked.
     _extent: _Extent | None
     #: The sum of lengths; 0 until somebody asks.
@@ -69,6 +74,7 @@ class Segments:
         _set_region(self, columns[0])
         _set_offset(self, columns[1])
         _set_length(self, columns[2])
+        _set_rows(self, None)
         _set_extent(self, None)
         _set_nbytes(self, 0)
 
@@ -89,6 +95,18 @@ class Segments:
         return _of_read_only(region, offset, length)
 
     @classmethod
+    def of_few(cls, rows: Iterable[Row]) -> Segments:
+        """At most :data:`FEW` rows of Python integers that are known to be valid."""
+        self = _new(Segments)
+        _set_region(self, None)
+        _set_offset(self, None)
+        _set_length(self, None)
+        _set_rows(self, tuple(rows))
+        _set_extent(self, None)
+        _set_nbytes(self, 0)
+        return self
+
+    @classmethod
     def empty(cls) -> Segments:
         """No segments."""
         return _EMPTY
@@ -98,7 +116,7 @@ class Segments:
         """One segment of three integers, at a fraction of the constructor's cost; raises what that does (C3.6)."""
         if not (0 <= region <= _MAX_REGION and 0 <= offset <= _MAX and 1 <= length <= _MAX):
             return cls((region,), (offset,), (length,))  # which says what is wrong
-        return cls._trusted(np.array((region,), np.int32), np.array((offset,), np.int64), np.array((length,), np.int64))
+        return cls.of_few(((int(region), int(offset), int(length)),))
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int, int]]) -> Segments:
@@ -111,15 +129,57 @@ class Segments:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
+    @property
+    def region(self) -> Regions:
+        """The region of each."""
+        return self._columns()[0] if self._region is None else self._region
+
+    @property
+    def offset(self) -> Offsets:
+        """Where each begins, in bytes."""
+        return self._columns()[1] if self._offset is None else self._offset
+
+    @property
+    def length(self) -> Offsets:
+        """How many bytes each has."""
+        return self._columns()[2] if self._length is None else self._length
+
+    def _columns(self) -> tuple[Regions, Offsets, Offsets]:
+        """Of rows: columns, from now on.  Two threads at once make equal ones."""
+        region, offset, length = zip(*self._rows or (), strict=True)
+        columns = np.array(region, np.int32), np.array(offset, np.int64), np.array(length, np.int64)
+        for column in columns:
+            column.setflags(write=False)
+        _set_region(self, columns[0])
+        _set_offset(self, columns[1])
+        _set_length(self, columns[2])
+        return columns
+
+    @property
+    def few(self) -> bool:
+        """Whether to look at each in Python costs less than numpy."""
+        return self._rows is not None or len(self.length) <= FEW
+
+    def rows(self) -> tuple[Row, ...]:
+        """``(region, offset, length)`` of each, as Python integers; of few they are there already."""
+        rows = self._rows
+        if rows is None:
+            rows = tuple(zip(self.region.tolist(), self.offset.tolist(), self.length.tolist(), strict=True))
+            if len(rows) <= FEW:
+                _set_rows(self, rows)
+        return rows
+
     def __len__(self) -> int:
-        return len(self.length)
+        rows = self._rows
+        return len(self.length) if rows is None else len(rows)
 
     @property
     def nbytes(self) -> int:
         """The sum of lengths."""
         nbytes = self._nbytes
         if not nbytes:
-            nbytes = int(np.add.reduce(self.length))
+            rows = self._rows
+            nbytes = int(np.add.reduce(self.length)) if rows is None else sum([row[2] for row in rows])
             _set_nbytes(self, nbytes)
         return nbytes
 
@@ -141,7 +201,7 @@ class Segments:
 
     def triples(self) -> list[tuple[int, int, int]]:
         """``(region, offset, length)`` of each, as Python integers."""
-        return list(zip(self.region.tolist(), self.offset.tolist(), self.length.tolist(), strict=True))
+        return list(self.rows())
 
     def __getitem__(self, index: slice) -> Segments:
         """A range of segments, sharing memory.  Columns stay contiguous, so there is no step."""
@@ -156,6 +216,8 @@ class Segments:
         parts = [part for part in (self, *others) if len(part)]
         if len(parts) <= 1:
             return parts[0] if parts else _EMPTY
+        if sum(map(len, parts)) <= FEW:
+            return Segments.of_few(row for part in parts for row in part.rows())
         return Segments._trusted(
             np.concatenate([part.region for part in parts]),
             np.concatenate([part.offset for part in parts]),
@@ -171,8 +233,8 @@ class Segments:
         extent = self._extent
         if extent is not None and extent.inside(lengths):
             return True
-        if len(self.length) <= _FEW:
-            return all(offset + length <= lengths.get(region, 0) for region, offset, length in self.triples())
+        if self.few:
+            return not any(offset + length > lengths.get(region, 0) for region, offset, length in self.rows())
         here = int(self.region[0])
         if here not in lengths:
             return False
@@ -250,8 +312,8 @@ def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
 
 
 # the slots' own setters: what Segments.__setattr__ refuses to everybody else, and the quickest way in
-_set_region, _set_offset, _set_length, _set_extent, _set_nbytes = (
-    Segments.__dict__[name].__set__ for name in ("region", "offset", "length", "_extent", "_nbytes")
+_set_region, _set_offset, _set_length, _set_rows, _set_extent, _set_nbytes = (
+    Segments.__dict__[name].__set__ for name in ("_region", "_offset", "_length", "_rows", "_extent", "_nbytes")
 )
 
 
@@ -296,6 +358,7 @@ def _of_read_only(
     _set_region(self, region)
     _set_offset(self, offset)
     _set_length(self, length)
+    _set_rows(self, None)
     _set_extent(self, extent)
     _set_nbytes(self, nbytes)
     return self
@@ -316,6 +379,11 @@ def joined(*pairs: tuple[Segments, Segments]) -> tuple[Segments, Segments]:
     if len(pairs) <= 1:
         return pairs[0] if pairs else (_EMPTY, _EMPTY)
     sources, targets = zip(*pairs, strict=True)
+    if sum(map(len, sources)) <= FEW:
+        return (
+            Segments.of_few([row for one in sources for row in one.rows()]),
+            Segments.of_few([row for one in targets for row in one.rows()]),
+        )
     length = np.concatenate([one.length for one in sources])
     return (
         Segments._trusted(
@@ -333,7 +401,7 @@ def coalesce(source: Segments, target: Segments) -> tuple[Segments, Segments]:
     Raises :class:`~kvbaton.errors.SegmentError` unless both lists have equal count and lengths (C3.6).
     """
     require_equal_lengths(source, target)
-    if len(source) < 2 or (len(source) <= _FEW and not _any_follows(source)):
+    if len(source) < 2 or (source.few and not _any_follows(source)):
         return source, target
     follows = _follows(source) & _follows(target)
     if not follows.any():
@@ -353,7 +421,12 @@ def coalesce_one(segments: Segments) -> Segments:
 
 def _any_follows(segments: Segments) -> bool:
     """Whether one of a few segments begins where the one before it ends."""
-    return any(a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(segments.triples()))
+    end = (-1, 0)
+    for region, offset, length in segments.rows():
+        if (region, offset) == end:
+            return True
+        end = region, offset + length
+    return False
 
 
 def _follows(segments: Segments) -> npt.NDArray[np.bool_]:
@@ -427,11 +500,18 @@ def _cut(source: Segments, target: Segments, max_bytes: int, grain: int) -> tupl
     )
 
 
+def same_lengths(source: Segments, target: Segments) -> bool:
+    """Of lists of equal count: whether the lengths agree, one by one."""
+    if source.few:
+        return [row[2] for row in source.rows()] == [row[2] for row in target.rows()]
+    return source.length is target.length or bool(np.logical_and.reduce(source.length == target.length))
+
+
 def require_equal_lengths(source: Segments, target: Segments) -> None:
     """Raise :class:`~kvbaton.errors.SegmentError` unless both lists pair up (C3.6)."""
     if len(source) != len(target):
         raise SegmentError(f"C3.6: {len(source)} source segments and {len(target)} target segments do not pair up")
-    if source.length is not target.length and not np.array_equal(source.length, target.length):
+    if not same_lengths(source, target):
         at = int(np.argmax(source.length != target.length))
         raise SegmentError(
             f"C3.6: segment {at} has {int(source.length[at])} bytes here, {int(target.length[at])} at the target",
