@@ -67,12 +67,13 @@ def _beside(path: str) -> ModuleType:
 def hello() -> Callable[[bytes], None]:
     """NIXL's first words, with their checksum made right: the struct, or a ProtocolViolation."""
     from kvbaton.errors import ProtocolViolation
+    from kvbaton.sealed import checksum
     from kvbaton_nixl import words
 
     def check(data: bytes) -> None:
         for kind in (words.Hello, words.Lobby):
             try:
-                read = kind.decode(data + words._sum(data))
+                read = kind.decode(data + checksum(data))
             except ProtocolViolation:
                 continue
             assert kind.decode(read.encode()) == read

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from pathlib import Path
 from typing import Final, Protocol
 
 from kvbaton.errors import TransportError
@@ -151,6 +153,15 @@ class Driver:
             known = self._library.cuGetErrorName(status, ctypes.byref(text)) == 0 and text.value
             what = known.decode() if known else "an error without a name"
             raise DriverError(f"CUDA's driver: {name} failed with {what} ({status})", status=status)
+
+
+@functools.cache
+def visible() -> bool:
+    """Whether this process could use a device, found out without loading CUDA or a framework."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None and devices.strip() in ("", "-1"):
+        return False
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 @functools.cache

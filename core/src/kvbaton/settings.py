@@ -34,23 +34,13 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import SettingsError as _ForeignSettingsError
 
 from kvbaton.bounds import MAX_MESSAGE_BYTES, Deadlines, GuardLimits, Limits, Recovery
+from kvbaton.byte_size import in_bytes
 from kvbaton.errors import SettingsError, closest
 
 ENVIRONMENT_PREFIX = "KVBATON_"
 _LEVEL = "__"
 
 # -- kinds of values ---------------------------------------------------------------------------------------------------
-
-_UNIT = re.compile(r"^\s*(?:\d+(?:\.\d*)?|\.\d+)\s*(?:[kmgtpe]i?b?|b)?\s*$", re.IGNORECASE)
-
-
-def _size(value: object) -> object:
-    # pydantic's own texts neither name the units nor refuse "12 lightyears" with a hint
-    if isinstance(value, str) and not _UNIT.match(value):
-        raise PydanticCustomError("byte_size", "not a size in bytes; write for example 4096, 64MiB or 2GiB")
-    if isinstance(value, bool):
-        raise PydanticCustomError("byte_size", "not a size in bytes; write for example 4096, 64MiB or 2GiB")
-    return value
 
 
 def _positive(value: ByteSize) -> ByteSize:
@@ -65,7 +55,7 @@ def _devices(value: object) -> object:
     return value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(_size), AfterValidator(_positive)]
+Bytes = Annotated[ByteSize, BeforeValidator(in_bytes), AfterValidator(_positive)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 #: Options of a plugin: its own ``Options`` model validates them.

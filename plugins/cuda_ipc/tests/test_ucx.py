@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvbaton import cuda
 from kvbaton.connector import Chunk, ConnectorContext, MemoryRegion, Need, Outcome
 from kvbaton.errors import RegistrationError, TransportError
 from kvbaton.identity import PeerId, new_transfer_id
@@ -342,7 +343,7 @@ def test_it_says_why_it_is_not_usable(monkeypatch):
     far = plugin.probe(Need("host", "cross_host"))
     assert not far.usable
     assert "one host" in far.reason
-    monkeypatch.setattr(library, "cuda_visible", lambda: False)
+    monkeypatch.setattr(cuda, "visible", lambda: False)
     device = plugin.probe(Need("cuda", "cross_process"))
     assert not device.usable
     assert "no CUDA device" in device.reason

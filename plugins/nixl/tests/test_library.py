@@ -39,12 +39,12 @@ from kvbaton_nixl.options import NixlOptions
         ({"log_level": "fatal"}, "'FATAL'"),
         ({"packing": "sometimes"}, "'auto', 'always' or 'never'"),
         ({"packing_below": 0}, "greater than or equal"),
-        ({"packing_below": "some"}, "such as 4MiB"),
+        ({"packing_below": "some"}, "write for example 4096, 64MiB or 2GiB"),
         ({"staging_slots": 0}, "greater than or equal"),
         ({"staging_slots": 257}, "less than or equal"),
         ({"staging_bytes": 4095}, "greater than or equal"),
         ({"staging_bytes": "5GiB"}, "less than or equal"),
-        ({"staging_bytes": "4 miles"}, "such as 4MiB"),
+        ({"staging_bytes": "4 miles"}, "write for example 4096, 64MiB or 2GiB"),
         ({"telemetry": "perhaps"}, "valid boolean"),
     ],
 )
@@ -61,7 +61,9 @@ def test_sizes_may_have_units():
 
 
 def test_a_bad_option_is_named_to_who_configures_it():
-    with pytest.raises(OptionsError, match=r"transport\.options\.staging_bytes = '4 miles': .*such as 4MiB"):
+    with pytest.raises(
+        OptionsError, match=r"transport\.options\.staging_bytes = '4 miles': .*write for example 4096, 64MiB or 2GiB"
+    ):
         choose_connector("nixl", Need(), {"staging_bytes": "4 miles"})
     with pytest.raises(OptionsError, match=r"no option .staging_byte.\. .*staging_bytes"):
         choose_connector("nixl", Need(), {"staging_byte": "4MiB"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbaton.connector import Advice, SelfTest
-from kvbaton.ucx_ways import left_out, out_of_reach
+from kvbaton.ucx import left_out, out_of_reach
 from kvbaton_cuda_ipc.options import UcxOptions
 
 #: Bytes per second: less than any ``cuda_ipc`` reaches, more than any TCP of one connection does from device memory.

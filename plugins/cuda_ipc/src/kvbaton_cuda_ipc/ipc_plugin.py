@@ -6,8 +6,9 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from kvbaton.byte_size import in_bytes
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, MemoryRegion, Need
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc import driver, library
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from kvbaton_cuda_ipc.ipc_baseline import RawKernel
     from kvbaton_cuda_ipc.mover import Mover
 
-_BYTES = TypeAdapter(ByteSize)
 #: The oldest CUDA that a driver must serve.
 _OLDEST = 11040
 
@@ -31,16 +31,6 @@ CAPABILITIES = Capabilities(
     quiet="peer_death",  # exact but for a device that fails: it does not say any more what it still does
     disconnect_fences=False,  # a mapping that a live peer has cannot be taken from it
 )
-
-
-def _size(value: object) -> object:
-    """``"4MiB"`` as a number of bytes."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return int(_BYTES.validate_python(value))
-    except ValidationError:
-        raise ValueError("write a number of bytes, or one with a unit, such as 4MiB") from None
 
 
 class IpcOptions(BaseModel):
@@ -56,7 +46,7 @@ class IpcOptions(BaseModel):
     inflight_chunks: Annotated[int, Field(ge=1, le=4096)] = Field(
         64, description="chunks per peer that are under way; more are refused until there is room (T6)"
     )
-    engine_above: Annotated[int, BeforeValidator(_size), Field(ge=1)] | None = Field(
+    engine_above: Annotated[int, BeforeValidator(in_bytes), Field(ge=1)] | None = Field(
         None,
         description="bytes of a run from which on the copy engine moves it instead of the kernel; by default what was"
         " measured",

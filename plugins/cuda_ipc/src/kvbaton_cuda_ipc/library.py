@@ -82,15 +82,6 @@ def version() -> str:
     return "unknown"
 
 
-@functools.cache
-def cuda_visible() -> bool:
-    """Whether this process could use a CUDA device, found out without loading CUDA or torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return False
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
-
-
 _one_at_a_time = threading.Lock()
 _loaded: list[ModuleType] = []
 

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-_SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
-_BYTES = TypeAdapter(ByteSize)
-
-
-def size(value: object) -> object:
-    """``"4MiB"`` as a number of bytes."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return int(_BYTES.validate_python(value))
-    except ValidationError:
-        raise ValueError("write a number of bytes, or one with a unit, such as 4MiB") from None
+from kvbaton.byte_size import in_bytes
+from kvbaton.ucx import check_names
 
 
 class WireOptions(BaseModel):
@@ -53,11 +33,7 @@ class WireOptions(BaseModel):
     @field_validator("ucx")
     @classmethod
     def _names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
-            if name.startswith("UCX_"):
-                raise ValueError(f"write {name.removeprefix('UCX_')!r}: the prefix UCX_ is added")
-            if not _SETTING.fullmatch(name):
-                raise ValueError(f"{name!r} is no setting of UCX: they are capital letters, digits and underscores")
+        check_names(value)
         return value
 
     def settings(self) -> dict[str, str]:
@@ -75,6 +51,6 @@ class UcxOptions(WireOptions):
     slots: Annotated[int, Field(ge=1, le=64)] = Field(
         4, description="slots per peer to receive in, and as many to send from: as many parts of chunks are under way"
     )
-    slot_bytes: Annotated[int, BeforeValidator(size), Field(ge=4096, le=1 << 32)] | None = Field(
+    slot_bytes: Annotated[int, BeforeValidator(in_bytes), Field(ge=4096, le=1 << 32)] | None = Field(
         None, description="bytes of a slot; by default 4 MiB in host memory, 64 MiB in device memory"
     )

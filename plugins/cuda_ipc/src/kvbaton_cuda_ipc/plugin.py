@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvbaton import cuda
 from kvbaton.connector import (
     API_VERSION,
     Advice,
@@ -94,6 +95,6 @@ class UcxPlugin:
 
 def capabilities_here() -> Capabilities:
     """With device memory where this process sees a CUDA device."""
-    if not library.cuda_visible() or not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+    if not cuda.visible() or not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
         return CAPABILITIES
     return replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))

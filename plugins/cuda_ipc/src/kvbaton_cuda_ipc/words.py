@@ -6,13 +6,13 @@ what is not exactly ours raises :class:`~kvbaton.errors.ProtocolViolation` (C9.3
 
 from __future__ import annotations
 
-import hashlib
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from kvbaton.errors import ProtocolViolation
 from kvbaton.identity import PeerId
+from kvbaton.sealed import seal, unseal
 
 #: The version of this page and of :mod:`kvbaton_cuda_ipc.wire`.
 VERSION = 1
@@ -37,12 +37,12 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     secret: Secret
 
     def encode(self) -> bytes:
-        return _encode(self)
+        return seal(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Card:
         """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else, and for another version."""
-        card = _decode(data, cls)
+        card = unseal(data, cls, MAX_HELLO)
         if card.version != VERSION:
             raise ProtocolViolation("T2", f"version {card.version} of the wire, and this is {VERSION}")
         return card
@@ -64,37 +64,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_BODY)]
 
     def encode(self) -> bytes:
-        return _encode(self)
+        return seal(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
         """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else, and for another version."""
-        hello = _decode(data, cls)
+        hello = unseal(data, cls, MAX_HELLO)
         if hello.version != VERSION:
             raise ProtocolViolation("T2", f"version {hello.version} of the wire, and this is {VERSION}")
         return hello
-
-
-_T = TypeVar("_T")
-
-
-def _encode(value: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(value)
-    return body + _sum(body)
-
-
-def _sum(body: bytes) -> bytes:
-    """UCX crashes or hangs on a worker's address of which one byte is wrong, so damage is found before it sees it."""
-    return hashlib.blake2b(body, digest_size=8).digest()
-
-
-def _decode(data: bytes, kind: type[_T]) -> _T:
-    if len(data) > MAX_HELLO:
-        raise ProtocolViolation("C9.3", f"{len(data)} bytes for a {kind.__name__}: at most {MAX_HELLO} are accepted")
-    body, checksum = data[:-8], data[-8:]
-    if _sum(body) != checksum:
-        raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}, or a damaged one")
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:  # bombs are malformed bytes too
-        raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}: {error}") from error

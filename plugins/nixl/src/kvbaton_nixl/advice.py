@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbaton.connector import Advice, Lane, SelfTest
-from kvbaton.ucx_ways import left_out, out_of_reach
+from kvbaton.ucx import left_out, out_of_reach
 from kvbaton_nixl.options import NixlOptions
 
 #: UCX's names of ways that need no network, by memory.

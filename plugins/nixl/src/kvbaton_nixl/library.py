@@ -45,15 +45,6 @@ def version() -> str:
 
 
 @functools.cache
-def cuda_visible() -> bool:
-    """Whether this process could use a CUDA device, found out without loading CUDA or torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return False
-    return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")  # noqa: PTH110 - devices, not files
-
-
-@functools.cache
 def load(log_level: str) -> ModuleType:
     """NIXL's Python layer, of the build that fits the torch that is loaded, else the newest.
 

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-_SETTING = re.compile(r"[A-Z][A-Z0-9_]*")
-_BYTES = TypeAdapter(ByteSize)
-
-
-def _size(value: object) -> object:
-    """``"4MiB"`` as a number of bytes."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return int(_BYTES.validate_python(value))
-    except ValidationError:
-        raise ValueError("write a number of bytes, or one with a unit, such as 4MiB") from None
+from kvbaton.byte_size import in_bytes
+from kvbaton.ucx import check_names
 
 
 class NixlOptions(BaseModel):
@@ -48,13 +28,13 @@ class NixlOptions(BaseModel):
         description="gather short segments, write them as one, scatter them at the destination; auto: where their mean"
         " length is below packing_below",
     )
-    packing_below: Annotated[int, BeforeValidator(_size), Field(ge=1)] | None = Field(
+    packing_below: Annotated[int, BeforeValidator(in_bytes), Field(ge=1)] | None = Field(
         None, description="bytes; by default what was measured: 12 KiB in host memory, 2 MiB in device memory"
     )
     staging_slots: Annotated[int, Field(ge=1, le=256)] = Field(
         4, description="slots per peer to send packed parts from, and as many to receive them in"
     )
-    staging_bytes: Annotated[int, BeforeValidator(_size), Field(ge=4096, le=1 << 32)] | None = Field(
+    staging_bytes: Annotated[int, BeforeValidator(in_bytes), Field(ge=4096, le=1 << 32)] | None = Field(
         None, description="bytes of a slot; by default 4 MiB in host memory, 64 MiB in device memory"
     )
     heartbeat: Annotated[float, Field(ge=0.01, le=60)] = Field(
@@ -73,9 +53,5 @@ class NixlOptions(BaseModel):
     @field_validator("ucx")
     @classmethod
     def _names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
-            if name.startswith("UCX_"):
-                raise ValueError(f"write {name.removeprefix('UCX_')!r}: the prefix UCX_ is added")
-            if not _SETTING.fullmatch(name):
-                raise ValueError(f"{name!r} is no setting of UCX: they are capital letters, digits and underscores")
+        check_names(value)
         return value

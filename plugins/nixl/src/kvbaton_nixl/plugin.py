@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvbaton import cuda
 from kvbaton.connector import (
     API_VERSION,
     Advice,
@@ -113,6 +114,6 @@ class NixlPlugin:
 
 def capabilities_here() -> Capabilities:
     """With device memory where this process sees a CUDA device."""
-    if not library.cuda_visible():
+    if not cuda.visible():
         return CAPABILITIES
     return replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))

@@ -7,15 +7,15 @@ what is not exactly a word of ours raises :class:`~kvbaton.errors.ProtocolViolat
 from __future__ import annotations
 
 import enum
-import hashlib
 import struct
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import ProtocolViolation
 from kvbaton.identity import PeerId, TransferId
+from kvbaton.sealed import seal, unseal
 
 #: The first bytes of every note: what it is, and the version of this page.
 _MAGIC = b"kvb1"
@@ -80,7 +80,6 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
         return cls(known, you, me, TransferId(transfer.hex()), sequence, body)
 
 
-_T = TypeVar("_T")
 _Word = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -101,12 +100,12 @@ class Lobby(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     secret: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
     def encode(self) -> bytes:
-        return _encode(self)
+        return seal(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Lobby:
         """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
-        return _decode(data, cls)
+        return unseal(data, cls, MAX_HELLO)
 
 
 class Staging(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -132,31 +131,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     staging: Staging | None = None
 
     def encode(self) -> bytes:
-        return _encode(self)
+        return seal(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
         """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
-        return _decode(data, cls)
-
-
-def _encode(value: msgspec.Struct) -> bytes:
-    body = msgspec.msgpack.encode(value)
-    return body + _sum(body)
-
-
-def _sum(body: bytes) -> bytes:
-    """UCX crashes or hangs on an agent's address of which one byte is wrong, so damage is found before it sees it."""
-    return hashlib.blake2b(body, digest_size=8).digest()
-
-
-def _decode(data: bytes, kind: type[_T]) -> _T:
-    if len(data) > MAX_HELLO:
-        raise ProtocolViolation("C9.3", f"{len(data)} bytes for a {kind.__name__}: at most {MAX_HELLO} are accepted")
-    body, checksum = data[:-8], data[-8:]
-    if _sum(body) != checksum:
-        raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}, or a damaged one")
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:  # bombs are malformed bytes too
-        raise ProtocolViolation("C9.3", f"{len(data)} bytes that are no {kind.__name__}: {error}") from error
+        return unseal(data, cls, MAX_HELLO)

@@ -1,15 +1,26 @@
-"""Which ways UCX may take between two processes of one host, and what keeps it from one: for the ``advice`` of plugins
-that carry over UCX.  Pure."""
+"""What plugins over UCX have in common: what its settings are called, and what keeps it from a way.  Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvbaton.connector import SelfTest
 
 #: UCX's other names for a way, which stand for several.
 _ALIASES: Final = {"cuda_ipc": {"cuda"}, "cuda_copy": {"cuda"}, "cma": {"sm", "shm"}}
+#: A setting, without the prefix that it has as a variable.
+_SETTING: Final = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+def check_names(settings: Mapping[str, str]) -> None:
+    """Raises ``ValueError`` for what UCX would not take for a setting, or only with another prefix."""
+    for name in settings:
+        if name.startswith("UCX_"):
+            raise ValueError(f"write {name.removeprefix('UCX_')!r}: the prefix UCX_ is added")
+        if not _SETTING.fullmatch(name):
+            raise ValueError(f"{name!r} is no setting of UCX: they are capital letters, digits and underscores")
 
 
 def left_out(wanted: Sequence[str], option: str | None, found: SelfTest) -> str:
