@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from nixl_pair import CHUNK_BYTES, Memory, Shape, answer, guarded, hand_over, wait_until_up
@@ -225,8 +226,8 @@ class Source:
     def turn(self, way: str) -> float:
         """Move everything once; seconds."""
         run: Callable[[], float] = {
-            "kvbaton": lambda: self._by_kvbaton(received=True),
-            "kvbaton-done": lambda: self._by_kvbaton(received=False),
+            "kvbaton": lambda: self._by_kvbaton()[0],
+            "kvbaton-done": lambda: self._by_kvbaton()[1],
             "kernel": self._by_kernel,
             "engine": self._by_engine,
             "ucxx": self._by_ucxx,
@@ -251,28 +252,38 @@ class Source:
         return {way: nbytes / statistics.median(spent) / 1e9 for way, spent in seconds.items()}
 
     def costs(self, repeats: int = 9) -> dict[str, float]:
-        """Where the time of a hand-off goes, microseconds for each chunk, medians: of the thread in ``submit``, within
-        that in starting what moves bytes; and of the device, for one launch alone."""
-        mover = self.guard._connector._mover  # type: ignore[attr-defined]
-        start, submit = mover.start, self.guard.submit
-        spent: dict[str, list[float]] = {"submit": [], "start": []}
+        """Where the time of a hand-off goes, medians in microseconds.  Of the source's thread: a chunk in ``submit``;
+        what moves bytes being started, which several chunks may share, and within that its plan, the upload of its
+        table and the call that launches it; from the first call until the first launch has been begun (``first``); from
+        the last completion until the target's word that it has the last receipt has come back (``tail``).  Of the
+        device: one launch of a chunk alone (``launch``)."""
+        guard = self.guard
+        mover = guard._connector._mover  # type: ignore[attr-defined]
+        watched = {
+            "submit": (guard, "submit"), "start": (mover, "start"), "plan": (mover, "_plan"),
+            "upload": (mover._cuda, "copy"), "call": (mover._kernels, "run"),
+        }  # fmt: skip
+        spent: dict[str, list[float]] = {name: [] for name in (*watched, "first", "tail")}
 
         def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any) -> Any:
-                began = time.perf_counter()
+                begun = time.perf_counter()
                 try:
                     return call(*arguments)
                 finally:
-                    spent[name].append(time.perf_counter() - began)
+                    over = time.perf_counter()
+                    spent[name].append(over - begun)
+                    if name == "start" and len(spent["first"]) < len(spent["tail"]) + 1:
+                        spent["first"].append(over - self._began)
 
             return run
 
-        mover.start, self.guard.submit = timed("start", start), timed("submit", submit)  # type: ignore[method-assign]
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, (owner, attribute) in watched.items():
+                stack.enter_context(patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
             for _ in range(repeats):
-                self.turn("kvbaton")
-        finally:
-            mover.start, self.guard.submit = start, submit  # type: ignore[method-assign]
+                received, done = self._by_kvbaton()
+                spent["tail"].append(received - done)
         event = self._torch.cuda.Event
         stream = self._streams[0]
         device = []
@@ -284,25 +295,26 @@ class Source:
             behind.synchronize()
             device.append(before.elapsed_time(behind) * 1e-3)
         return {
-            "submit_us": 1e6 * statistics.median(spent["submit"]), "start_us": 1e6 * statistics.median(spent["start"]),
-            "launch_us": 1e6 * statistics.median(device), "chunks": len(self._batches),
+            **{f"{name}_us": 1e6 * statistics.median(each) for name, each in spent.items() if each},
+            "launch_us": 1e6 * statistics.median(device), "launches": len(spent["start"]) / repeats,
+            "chunks": len(self._batches),
         }  # fmt: skip
 
     # -- the ways ------------------------------------------------------------------------------------------------------
 
-    def _by_kvbaton(self, *, received: bool) -> float:
+    def _by_kvbaton(self) -> tuple[float, float]:
+        """Seconds until the target had the last receipt, and until the last completion here."""
         self._ask("expect", len(self._batches))
         guard, pipe = self.guard, self._pipe
-        start = time.perf_counter()
+        self._began = time.perf_counter()
         transfer = hand_over(guard, self._peer, self._batches, lambda: None)
-        spent = time.perf_counter() - start
+        done = time.perf_counter() - self._began
         while not pipe.poll(0):
             guard.poll()
-        if received:
-            spent = time.perf_counter() - start
+        received = time.perf_counter() - self._began
         pipe.recv_bytes()
         guard.acknowledge(transfer)
-        return spent
+        return received, done
 
     def _by_kernel(self) -> float:
         start = time.perf_counter()
