@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.control.sequence import InboundSequence, Verdict
+from kvbaton.control.sequence import InboundSequence, Lifetimes, Verdict
+from kvbaton.errors import LocalProtocolError
+from kvbaton.identity import PeerId
 
 EPOCH = 50
 
@@ -77,3 +79,17 @@ def test_every_stream_delivers_exactly_the_numbers_before_the_first_gap(moves):
     assert delivered == list(range(1, len(delivered) + 1))
     assert gaps <= 1
     assert bool(gaps) == any(move == "skip" for move, _ in moves)
+
+
+@pytest.mark.clause("C1.4")
+def test_a_name_comes_back_only_with_a_newer_epoch():
+    lifetimes = Lifetimes()
+    lifetimes.add(PeerId("decode-0", 5))
+    lifetimes.add(PeerId("decode-1", 4))
+    for epoch in (5, 4):
+        with pytest.raises(LocalProtocolError, match=rf"C1.4: decode-0@{epoch} is not newer than decode-0@5"):
+            lifetimes.add(PeerId("decode-0", epoch))
+    lifetimes.add(PeerId("decode-0", 6))
+    assert lifetimes.stale("decode-0", 5)
+    assert not lifetimes.stale("decode-0", 6)
+    assert not lifetimes.stale("nobody", 1)

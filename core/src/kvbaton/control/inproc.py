@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received
 from kvbaton.control.bell import Bell
 from kvbaton.control.envelopes import pack, unpack
-from kvbaton.control.sequence import InboundSequence
+from kvbaton.control.sequence import InboundSequence, Lifetimes
 from kvbaton.errors import LocalProtocolError
 from kvbaton.identity import PeerId
 from kvbaton.messages import MAX_MESSAGE_BYTES, Message, family_of
@@ -177,7 +177,7 @@ class InprocCoordinatorChannels:
         self._through_codec = through_codec
         self._max_message = max_message
         self._peers: dict[PeerId, _Peer] = {}
-        self._newest: dict[str, int] = {}
+        self._lifetimes = Lifetimes()
         #: from any stage's thread; None marks the end of a channel
         self._inbox: deque[tuple[PeerId, _Item | None]] = deque()
         self._bell = Bell()
@@ -190,12 +190,7 @@ class InprocCoordinatorChannels:
     def add(self, peer: PeerId) -> None:
         if self._closed:
             raise LocalProtocolError(f"the channels are closed; {peer} cannot be added")
-        if peer.epoch <= self._newest.get(peer.name, -1):
-            raise LocalProtocolError(
-                f"C1.4: {peer} is not newer than {peer.name}@{self._newest[peer.name]:x}, which was added before",
-                peer=peer,
-            )
-        self._newest[peer.name] = peer.epoch
+        self._lifetimes.add(peer)
         outbound = _Outbound(self._epoch, self._through_codec, self._max_message)
         with self._lock:
             self._peers[peer] = _Peer(outbound, _Inbound(peer.epoch, self._max_message))

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import enum
 
+from kvbaton.errors import LocalProtocolError
+from kvbaton.identity import PeerId
+
 
 class Verdict(enum.Enum):
     """What an envelope is to its receiver.  All but ``NEXT`` are dropped; the value is the reason that is counted."""
@@ -50,3 +53,25 @@ class InboundSequence:
             return Verdict.GAP
         self._last = seq
         return Verdict.NEXT
+
+
+class Lifetimes:
+    """The newest process lifetime of each stage that was added: its name comes back only with a newer one."""
+
+    __slots__ = ("_newest",)
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+
+    def add(self, peer: PeerId) -> None:
+        """Raises :class:`~kvbaton.errors.LocalProtocolError` for one that is not newer than what was added (C1.4)."""
+        newest = self._newest.get(peer.name, -1)
+        if peer.epoch <= newest:
+            raise LocalProtocolError(
+                f"C1.4: {peer} is not newer than {peer.name}@{newest:x}, which was added before", peer=peer
+            )
+        self._newest[peer.name] = peer.epoch
+
+    def stale(self, name: str, epoch: int) -> bool:
+        """Whether a newer one of that name was added."""
+        return epoch < self._newest.get(name, 0)

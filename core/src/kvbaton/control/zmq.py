@@ -47,7 +47,7 @@ from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Receiv
 from kvbaton.control.bell import DescriptorBell
 from kvbaton.control.curve import ClientKeys, Gate, ServerKeys, user_of
 from kvbaton.control.envelopes import judged, opened, pack, unpack
-from kvbaton.control.sequence import InboundSequence
+from kvbaton.control.sequence import InboundSequence, Lifetimes
 from kvbaton.errors import ConfigurationError, ConnectError, LocalProtocolError, ThreadError
 from kvbaton.identity import PeerId
 from kvbaton.messages import MAX_MESSAGE_BYTES, VERSION, Envelope, Family, Hello, Message, family_of
@@ -342,7 +342,7 @@ class ZmqCoordinatorChannels:
         self._exclusive = _Exclusive("the coordinator's end of the channels")
         self._peers: dict[PeerId, _Peer] = {}
         self._by_routing_id: dict[bytes, _Peer] = {}
-        self._newest: dict[str, int] = {}
+        self._lifetimes = Lifetimes()
         #: connections that are up, and the peer behind each that has said who it is
         self._open: set[int] = set()
         self._behind: dict[int, _Peer] = {}
@@ -414,14 +414,9 @@ class ZmqCoordinatorChannels:
         with self._exclusive:
             if self._closed:
                 raise LocalProtocolError(f"the channels are closed; {peer} cannot be added")
-            if peer.epoch <= self._newest.get(peer.name, -1):
-                raise LocalProtocolError(
-                    f"C1.4: {peer} is not newer than {peer.name}@{self._newest[peer.name]:x}, which was added before",
-                    peer=peer,
-                )
+            self._lifetimes.add(peer)
             # a routing id belongs to whoever comes first with it: over TCP nobody can guess another's
             entry = _Peer(peer, "" if self._listen is None else secrets.token_hex(16))
-            self._newest[peer.name] = peer.epoch
             self._peers[peer] = entry
             self._by_routing_id[entry.routing_id] = entry
 
@@ -608,7 +603,7 @@ class ZmqCoordinatorChannels:
     def _why_unknown(self, routing_id: bytes) -> str:
         name, _, epoch = routing_id.decode(errors="replace").partition("#")[0].rpartition("@")
         try:
-            return "stale-epoch" if int(epoch, 16) < self._newest.get(name, 0) else "unknown-peer"
+            return "stale-epoch" if self._lifetimes.stale(name, int(epoch, 16)) else "unknown-peer"
         except ValueError:
             return "unknown-peer"
 
