@@ -18,6 +18,7 @@ import enum
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -509,6 +510,23 @@ class WithBaseline(Protocol):
 def wire_version(plugin: ConnectorPlugin) -> str:
     """What both ends of a connection must have in common: :attr:`Endpoint.version`."""
     return str(plugin.wire_version if isinstance(plugin, WithWireVersion) else 1)
+
+
+def clash(regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, str] | None:
+    """A region that cannot be registered beside the others, and why: another has its id, or some of its memory (T1).
+
+    ``None`` where all are apart.  Libraries take such regions silently, and a write may then go through either.
+    """
+    seen: set[int] = set()
+    for region in regions:
+        if region.id in seen:
+            return region, "its id appears twice"
+        seen.add(region.id)
+    placed = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
+    for left, right in pairwise(placed):
+        if (left.kind, left.device) == (right.kind, right.device) and left.address + left.length > right.address:
+            return right, f"it begins inside region {left.id}"
+    return None
 
 
 def region_lengths(regions: Sequence[MemoryRegion] | Sequence[RegionInfo]) -> Mapping[int, int]:

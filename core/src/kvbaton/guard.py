@@ -33,7 +33,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -53,6 +52,7 @@ from kvbaton.connector import (
     Receipt,
     RegionInfo,
     TransferConnector,
+    clash,
     region_lengths,
 )
 from kvbaton.durations import Durations
@@ -602,11 +602,7 @@ class GuardedConnector:
             )  # fmt: skip
 
         capabilities = self.capabilities
-        seen: set[int] = set()
         for region in regions:
-            if region.id in seen:
-                raise refuse(region, "its id appears twice")
-            seen.add(region.id)
             if region.length < 1 or region.address < 1:
                 raise refuse(region, f"{region.length} bytes at address {region.address:#x} is no memory")
             if region.kind not in capabilities.memory_kinds:
@@ -616,10 +612,8 @@ class GuardedConnector:
                 region.id, region.address, region.length
             ) not in self._allocated:  # fmt: skip
                 raise refuse(region, "it did not come from allocate()", capability="memory_origin")
-        placed = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
-        for left, right in pairwise(placed):
-            if (left.kind, left.device) == (right.kind, right.device) and left.address + left.length > right.address:
-                raise refuse(right, f"it overlaps region {left.id}")
+        if (found := clash(regions)) is not None:
+            raise refuse(*found)
 
     def _check_endpoint(self, endpoint: Endpoint) -> None:
         id = endpoint.peer

@@ -86,7 +86,7 @@ add("any-memory-is-registered", "memory of an undeclared kind reaches the plugin
 add("foreign-memory-is-registered", "memory that did not come from allocate() reaches the plugin", "T1",
     edit(G._check_regions, 'if capabilities.memory_origin == "allocated" and (', "if False and ("))  # fmt: skip
 add("regions-may-overlap", "overlapping regions are registered", "T1",
-    edit(G._check_regions, "left.address + left.length > right.address:", "False:"))  # fmt: skip
+    edit(G._check_regions, "if (found := clash(regions)) is not None:", "if False:"))  # fmt: skip
 add("regions-are-registered-again", "a second registration reaches the plugin", "T1",
     edit(G.register, "if self._regions is not None:", "if False:"))  # fmt: skip
 add("any-thread-may-call", "a call from another thread reaches the plugin", "T11",

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from kvbaton.connector import (
@@ -29,6 +28,7 @@ from kvbaton.connector import (
     PeerEvent,
     Progress,
     Receipt,
+    clash,
 )
 from kvbaton.errors import ConnectError, Outstanding, PeerLost, ProtocolViolation, RegistrationError, TransportError
 from kvbaton.identity import PeerId, TransferId
@@ -166,7 +166,9 @@ class UcxConnector(ConnectorBase):
                 reason = f"it is on device {region.device}, and region {regions[0].id} on device {regions[0].device}"
             if reason:
                 raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
-        _refuse_overlaps(regions)
+        if (found := clash(regions)) is not None:
+            region, reason = found
+            raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
         if kinds == ["cuda"]:
             from kvbaton_cuda_ipc.device import DeviceSlots  # needs torch and triton, which host memory does not
 
@@ -563,15 +565,3 @@ def _broken(violation: ProtocolViolation, peer: PeerId) -> TransportError:
     error = TransportError(f"{violation.clause}: {peer}: {violation}", peer=peer)
     error.__cause__ = violation
     return error
-
-
-def _refuse_overlaps(regions: Sequence[MemoryRegion]) -> None:
-    for one, other in pairwise(sorted(regions, key=lambda region: region.id)):
-        if one.id == other.id:
-            reason = "its id appears twice"
-            raise RegistrationError(f"T1: region {other.id}: {reason}", region=other.id, reason=reason)
-    ordered = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
-    for one, other in pairwise(ordered):
-        if other.address < one.address + one.length:
-            reason = f"it begins inside region {one.id}"
-            raise RegistrationError(f"T1: region {other.id}: {reason}", region=other.id, reason=reason)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from kvbaton.connector import (
@@ -28,6 +27,7 @@ from kvbaton.connector import (
     PeerEvent,
     Progress,
     Receipt,
+    clash,
 )
 from kvbaton.errors import (
     ConnectError,
@@ -108,7 +108,9 @@ class NixlConnector(ConnectorBase):
                 reason = cuda.refusal(region)
             if reason:
                 raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
-        self._overlaps(regions)
+        if (found := clash(regions)) is not None:
+            region, reason = found
+            raise RegistrationError(f"T1: region {region.id}: {reason}", region=region.id, reason=reason)
         self._enter(regions)
         try:
             tried = register(self._lobby, regions)
@@ -127,19 +129,6 @@ class NixlConnector(ConnectorBase):
         if self._thread != thread and regions and regions[0].kind == "cuda":
             cuda.make_current(regions[0])
             self._thread = thread
-
-    def _overlaps(self, regions: Sequence[MemoryRegion]) -> None:
-        """NIXL takes overlapping regions silently, and then a write may go through either."""
-        for one, other in pairwise(sorted(regions, key=lambda region: region.id)):
-            if one.id == other.id:
-                reason = "its id appears twice"
-                raise RegistrationError(f"T1: region {other.id}: {reason}", region=other.id, reason=reason)
-        ordered = sorted(regions, key=lambda region: (region.kind, region.device, region.address))
-        for one, other in pairwise(ordered):
-            same = (one.kind, one.device) == (other.kind, other.device)
-            if same and other.address < one.address + one.length:
-                reason = f"it begins inside region {one.id}"
-                raise RegistrationError(f"T1: region {other.id}: {reason}", region=other.id, reason=reason)
 
     # -- the handshake (T2) ------------------------------------------------------------------------------------------
 
