@@ -291,7 +291,7 @@ FAMILIES: Final[dict[Family, tuple[type[Any], ...]]] = {
 _FAMILY_OF: Final[dict[type[Any], Family]] = {kind: family for family, kinds in FAMILIES.items() for kind in kinds}
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What goes on a channel: ``body`` with its family, the sender's ``epoch`` and ``seq``.
 
     ``seq`` counts on one channel in one direction from 1: a gap means that the peer is lost, a repeat is dropped
@@ -305,16 +305,15 @@ class Envelope(msgspec.Struct, frozen=True):
     body: Message
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Version(msgspec.Struct, frozen=True, array_like=True):
+    """What every version begins with."""
+
     version: int
-    family: Family
-    epoch: int
-    seq: int
-    body: msgspec.Raw
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_FRAME: Final = msgspec.msgpack.Decoder(_Frame)
+_ENVELOPE: Final = msgspec.msgpack.Decoder(Envelope)
+_VERSION: Final = msgspec.msgpack.Decoder(_Version)
 _BODY: Final[dict[Family, msgspec.msgpack.Decoder[Any]]] = {
     "transfer": msgspec.msgpack.Decoder(TransferMessage),
     "peer": msgspec.msgpack.Decoder(PeerMessage),
@@ -342,8 +341,7 @@ def encode(envelope: Envelope) -> bytes:
             f"C9.1: a {type(envelope.body).__name__} is not a message of the {envelope.family} family"
         )
     try:
-        body = msgspec.Raw(_ENCODER.encode(envelope.body))
-        return _ENCODER.encode(_Frame(envelope.version, envelope.family, envelope.epoch, envelope.seq, body))
+        return _ENCODER.encode(envelope)
     except (TypeError, OverflowError, ValueError) as error:
         raise LocalProtocolError(
             f"a {type(envelope.body).__name__} with a value that cannot travel: {error}"
@@ -361,16 +359,28 @@ def decode(data: bytes | bytearray | memoryview, max_bytes: int = MAX_MESSAGE_BY
     if size > max_bytes:
         raise MessageError(f"C9.3: a message of {size} bytes, more than the {max_bytes} allowed (control.max_message)")
     try:
-        frame = _FRAME.decode(data)
-        if frame.version != VERSION:
-            raise MessageError(
-                f"C9.3: a message of version {frame.version}; this side speaks {VERSION}: run one release on all stages"
-            )
-        body = _BODY[frame.family].decode(frame.body)
+        found = _ENVELOPE.decode(data)
     # a hostile nesting exhausts the decoder's recursion, hostile text is not UTF-8
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError) as error:
+        _check_version(data)
         raise MessageError(f"C9.3: not a message: {error}") from error
-    return Envelope(frame.version, frame.family, frame.epoch, frame.seq, body)
+    if found.version != VERSION:
+        _check_version(data)
+    if _FAMILY_OF[type(found.body)] != found.family:
+        raise MessageError(f"C9.3: not a message: a {type(found.body).__name__} is not of the {found.family} family")
+    return found
+
+
+def _check_version(data: bytes | bytearray | memoryview) -> None:
+    """Say so where what could not be read, or could by chance, is of another version."""
+    try:
+        version = _VERSION.decode(data).version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
+        return
+    if version != VERSION:
+        raise MessageError(
+            f"C9.3: a message of version {version}; this side speaks {VERSION}: run one release on all stages"
+        )
 
 
 def decode_body(family: Family, data: bytes) -> Message:
