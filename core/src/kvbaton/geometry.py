@@ -29,7 +29,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 #: Block ids of a sequence, in token order: shape ``[blocks]``, any integer type.
-Table = npt.NDArray[Any]
+Table = npt.NDArray[Any] | tuple[int, ...]
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -384,9 +384,12 @@ class KVMap:
         for tables, limits in zip(sides, self._limits[-len(sides) :], strict=True):
             of_side = []
             for table, limit in zip(tables, limits, strict=True):
-                if not isinstance(table, np.ndarray) or table.ndim != 1 or table.dtype.kind not in "iu":
+                if isinstance(table, tuple):
+                    ids = [id for id in table[blocks.start : blocks.stop] if type(id) is int]
+                elif isinstance(table, np.ndarray) and table.ndim == 1 and table.dtype.kind in "iu":
+                    ids = table[blocks.start : blocks.stop].tolist()
+                else:
                     return None
-                ids = table[blocks.start : blocks.stop].tolist()
                 if len(ids) < len(blocks) or min(ids) < 0 or max(ids) >= limit:
                     return None
                 of_side.append(ids)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.identity import TransferId, WireTransferId
+from kvbaton.segments import FEW
 
 #: What block ids, token counts and slots are when they come over the wire (C9.3): more would not fit a table.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -38,6 +39,10 @@ class Reservation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def arrays(self) -> Tables:
         """The tables as numpy arrays, for planning."""
         return tuple(np.asarray(table, dtype=np.int64) for table in self.tables)
+
+    def planning(self) -> Tables | tuple[tuple[int, ...], ...]:
+        """:meth:`arrays`; of tables of a few blocks, which are planned without numpy, the tables themselves."""
+        return self.tables if all(len(table) <= FEW for table in self.tables) else self.arrays()
 
 
 class Credit(msgspec.Struct, frozen=True):

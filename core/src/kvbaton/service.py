@@ -862,7 +862,7 @@ class Service:
                 _answer(future, True)
         if self._censuses:
             self._close_censuses(now)
-        if not self._ready.done() and self._start_by <= now:
+        if self._start_by <= now and not self._ready.done():
             missing = [spec.name for spec in self._specs if not any(p.name == spec.name for p in self._up)]
             what = f"{', '.join(missing)} did not report" if missing else "the stages did not all connect"
             self._fail_startup(

@@ -687,7 +687,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When :meth:`expire` has something to do at the earliest; None: never, as things stand."""
-        times = [first for queue in self._queues if (first := queue.first()) is not None]
+        times = [first for queue in self._queues if queue.entries and (first := queue.first()) is not None]
         times += [broken.due for broken in self._broken.values() if broken.due > -math.inf]
         times += self._dismissed.values()
         if self._later and self._queue:

@@ -138,7 +138,7 @@ class DecodeStage(Stage):
         match effect:
             case fx.Admit(transfer, request):
                 self._prompts[transfer] = len(request.prompt)
-                self._post_command(loop.Admit(Admission(transfer, request)))
+                self._command(loop.Admit(Admission(transfer, request)))
             case fx.Grant(transfer, source, reservation):
                 try:
                     self.guard.grant(transfer, source, self._granted(reservation))
@@ -148,7 +148,7 @@ class DecodeStage(Stage):
                 self._arriving.discard(transfer)
                 self._incomplete.pop(transfer, None)
                 self.guard.received(transfer)
-                self._post_command(loop.Import(transfer, valid, self.machine.begin_import))
+                self._command(loop.Import(transfer, valid, self.machine.begin_import))
             case fx.Revoke(transfer):
                 if self.guard.capabilities.revocable:
                     self._revoking[transfer] = _Attempts()
@@ -195,7 +195,7 @@ class DecodeStage(Stage):
 
     def _granted(self, reservation: Reservation) -> Segments:
         """Every byte that the source may write: the prompt's KV behind the valid prefix, and the final payload."""
-        tables = reservation.arrays()
+        tables = reservation.planning()
         end = self._prompts[reservation.transfer]
         kv = self._map.plan(tables, tables, reservation.valid, end)[0] if end > reservation.valid else Segments.empty()
         return kv.concat(self._geometry.final_segment(reservation.final_slot))

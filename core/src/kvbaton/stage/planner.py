@@ -6,13 +6,14 @@ that peer came up.  Pure bookkeeping: no clock, no I/O; used by the pump thread 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.connector import Chunk
 from kvbaton.engine import ComputedRange
-from kvbaton.geometry import KVGeometry, KVMap, ready_range
+from kvbaton.geometry import KVGeometry, KVMap, Table, ready_range
 from kvbaton.identity import PeerId, TransferId
-from kvbaton.reservation import Reservation, Tables
+from kvbaton.reservation import Reservation
 from kvbaton.segments import Segments, coalesce, joined, split
 
 
@@ -29,7 +30,7 @@ class ChunkLimits:
 class _Plan:
     map: KVMap
     peer: PeerId
-    targets: Tables
+    targets: Sequence[Table]
     #: Where the final payload goes.
     payload: Segments
     sent: int
@@ -71,7 +72,7 @@ class ChunkPlanner:
         which ``peer`` does not have, or that name a block twice.  Later ranges are planned one by one, so only here can
         it be seen that two of them would write the same bytes (C3.2).
         """
-        tables, valid, onto = reservation.arrays(), reservation.valid, self._maps[peer]
+        tables, valid, onto = reservation.planning(), reservation.valid, self._maps[peer]
         if valid < tokens:
             onto.check_destination(tables, valid, tokens)
         payload = onto.destination.final_segment(reservation.final_slot)

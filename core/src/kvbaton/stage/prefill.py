@@ -224,7 +224,7 @@ class PrefillStage(Stage):
             full = full or bool(lane.ready)
             if lane.paused and lane.backlog <= self._backlog_limit:
                 lane.paused = False
-                self._post_command(loop.Nudge())
+                self._command(loop.Nudge())
                 if self._recorder is not None:
                     self._recorder.pump.note(tracing.Resumed(self._clock(), str(lane.peer)))
         if full is (self._full_since is None):
@@ -267,6 +267,7 @@ class PrefillStage(Stage):
             self._drop_chunk(chunk)
             self._run(self.machine.submitted(chunk.transfer, chunk.sequence))
             self.channel.flush()  # a commit does not wait for the next chunk to be copied
+            self._command()
             return bool(queue)
         return False
 
@@ -293,7 +294,7 @@ class PrefillStage(Stage):
             case fx.Acknowledge(transfer):
                 self.guard.acknowledge(transfer)
             case fx.ReleaseCompute(transfer):
-                self._post_command(loop.ReleaseCompute(transfer))
+                self._put_off.append(loop.ReleaseCompute(transfer))  # after what was computed is on its way
             case _:
                 raise TypeError(f"a source machine has no effect {effect!r}")
 
@@ -308,7 +309,7 @@ class PrefillStage(Stage):
             return
         # before the engine hears of it: it asks can_schedule from its own thread
         self._transfers[transfer] = _Transfer(self._lanes.setdefault(destination, _Lane(destination)))
-        self._post_command(loop.Admit(Admission(transfer, request, reservation.valid)))
+        self._command(loop.Admit(Admission(transfer, request, reservation.valid)))
 
     def _drop_chunks(self, transfer: TransferId) -> None:
         """Nothing of it is sent any more, nor kept: a frozen destination takes nothing from the head of its lane

@@ -96,6 +96,8 @@ class Stage(ABC):
         self._asleep = False
         #: The last pass submitted something, or heard from the transport what may not be all.
         self.flowing = False
+        #: Commands that nobody waits for: they go with the next one, or at the end of a pass.
+        self._put_off: deque[loop.Command] = deque()
         #: Effects that are still to be carried out, and whether that is being done.
         self._line: deque[fx.Effect] = deque()
         self._carrying_out = False
@@ -148,6 +150,7 @@ class Stage(ABC):
             self.channel.flush()
             flowing = flowing or self._more_may_come()
         self.flowing = flowing
+        self._command()
         self._end_if_done()
         return busy or flowing
 
@@ -385,12 +388,12 @@ class Stage(ABC):
                 if self._engine_broken:
                     self._run(self._on_suspended(transfer))
                 else:
-                    self._post_command(loop.Suspend(transfer))
+                    self._command(loop.Suspend(transfer))
             case fx.Free(transfer):
                 self.channel.flush()  # whoever waits for the request's end does not wait for its memory
                 self.guard.forget(transfer)
                 self._releasing[transfer] = None
-                self._post_command(loop.Release(transfer))
+                self._command(loop.Release(transfer))
             case fx.DisconnectPeer(peer):
                 self.guard.fenced(peer)
                 self.guard.disconnect(peer)
@@ -462,6 +465,13 @@ class Stage(ABC):
         self._timings.pop(transfer, None)
         self._began.pop(transfer, None)
 
+    def _command(self, *commands: loop.Command) -> None:
+        """To the engine's thread, in order, after what was put off: to wake it costs the time of a message."""
+        while self._put_off:
+            self._post_command(self._put_off.popleft())
+        for command in commands:
+            self._post_command(command)
+
     # -- generic control ---------------------------------------------------------------------------------------------
 
     def _call(self, call: messages.Call) -> None:
@@ -495,7 +505,7 @@ class Stage(ABC):
         def answer(found: object) -> None:
             self.report(_Answered(then, found))
 
-        self._post_command(loop.Query(question, answer))
+        self._command(loop.Query(question, answer))
 
     def _reply(self, call: messages.Call, result: Any, error: str | None = None) -> None:
         try:
@@ -548,7 +558,7 @@ class Stage(ABC):
         _log.critical("%s: the pump failed", self.peer, exc_info=error)
         self.outcome = StageOutcome(1, f"the pump failed: {type(error).__name__}: {error}", exposed=True)
         self._profiles.end()
-        self._post_command(loop.Quit())
+        self._command(loop.Quit())
 
     def _end_if_done(self) -> None:
         if self._stop_by is None:
@@ -570,7 +580,7 @@ class Stage(ABC):
             except KvbatonError as error:
                 status, why = 1, f"{why}; closing the transport: {error}"
         self.outcome = StageOutcome(status, why, exposed)
-        self._post_command(loop.Quit())
+        self._command(loop.Quit())
 
 
 @dataclass(frozen=True, slots=True)
