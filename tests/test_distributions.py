@@ -88,3 +88,9 @@ def test_the_licence_of_every_dependency_is_known_and_compatible() -> None:
     assert wanted - ours == set(licences)
     wrong = {name: licence for name, licence in licences.items() if not COMPATIBLE.match(licence)}
     assert not wrong, wrong
+
+
+def test_what_is_not_run_from_a_wheel_is_run_from_the_source_tree() -> None:
+    for file in workspace_settings()["tool"]["kvbaton"]["wheels"]["left-out"]:
+        assert (ROOT / file).is_file(), file
+        assert not file.startswith("examples/"), f"{file} is run from its wheel alone"

@@ -1,11 +1,12 @@
 """Builds every distribution and tries each from its wheel, alone, in an empty environment of its own.
 
 For each distribution: build the sdist, and the wheel from the sdist; look into both (``py.typed``, licence, the tests
-in the sdist, no stray files) and at what an index would show of them (``twine check``); install the wheel with its
-dependencies and nothing else; import it and load its entry points; see that torch came along only where it is a
-declared dependency; then add what its tests need (its dependency group ``test``, first-party members taken from the
-wheels just built; and ``test-without-dependencies``) and run its tests on a copy, so that nothing can come from the
-source tree.  Where all are tried, the doors of the conformance kit are opened too (``check_doors.py``).
+in the sdist, every file of the source tree, no stray ones) and at what an index would show of them (``twine check``);
+install the wheel with its dependencies and nothing else; import it and load its entry points; see that torch came along
+only where it is a declared dependency; then add what its tests need (its dependency group ``test``, first-party members
+taken from the wheels just built; and ``test-without-dependencies``), import every module, and run its tests on a copy,
+so that nothing can come from the source tree.  Where all are tried, the doors of the conformance kit are opened too
+(``check_doors.py``).
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones
@@ -44,6 +45,22 @@ found = importlib.util.find_spec("torch") is not None
 assert found == (torch == "torch"), f"torch is {'installed' if found else 'missing'}, against what {name} declares"
 """
 
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+package, *extras = sys.argv[1:]
+def fails(name): raise ImportError(f"{name} cannot be imported")
+where = importlib.import_module(package).__path__
+found = [one.name for one in pkgutil.walk_packages(where, f"{package}.", fails) if not one.name.endswith(".__main__")]
+for name in found:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name not in extras:
+            raise
+        print(f"  {name} wants {missing.name}, which an extra brings")
+print(f"  {len(found)} modules of {package}")
+"""
+
 
 class Unfit(Exception):
     """A distribution is not fit to be published; the text says why."""
@@ -58,6 +75,8 @@ class Distribution:
     version: str
     package: str
     needs_torch: bool
+    #: What its extras bring, as it is imported.
+    extras: tuple[str, ...]
     test_needs: tuple[str, ...]
     test_needs_alone: tuple[str, ...]
 
@@ -77,6 +96,11 @@ class Distribution:
         return not self.folder.is_relative_to(ROOT / "examples")
 
 
+def named(requirement: str) -> str:
+    """The project that a requirement names."""
+    return requirement.split(">")[0].split("~")[0].strip()
+
+
 def distributions() -> list[Distribution]:
     """All of the workspace, in the order of their folders."""
     found = []
@@ -84,7 +108,8 @@ def distributions() -> list[Distribution]:
     for file in sorted(file for place in places for file in ROOT.glob(f"{place}/pyproject.toml")):
         content: dict[str, Any] = tomllib.loads(file.read_text())
         project, groups = content["project"], content.get("dependency-groups", {})
-        names = [requirement.split(">")[0].split("~")[0].strip() for requirement in project.get("dependencies", ())]
+        extras = project.get("optional-dependencies", {}).values()
+        names = [named(requirement) for requirement in project.get("dependencies", ())]
         found.append(
             Distribution(
                 folder=file.parent,
@@ -92,6 +117,7 @@ def distributions() -> list[Distribution]:
                 version=project["version"],
                 package=project["name"].replace("-", "_"),
                 needs_torch=bool({"torch", "nixl"} & set(names)),  # nixl brings torch
+                extras=tuple(sorted({named(line).replace("-", "_") for lines in extras for line in lines})),
                 test_needs=tuple(groups.get("test", ())),
                 test_needs_alone=tuple(groups.get("test-without-dependencies", ())),
             )
@@ -118,6 +144,12 @@ def build(distribution: Distribution, into: Path) -> None:
     for needed in (f"{distribution.package}/py.typed", f"{info}/licenses/LICENSE"):
         if needed not in names:
             raise Unfit(f"{distribution.wheel} lacks {needed}")
+    source = distribution.folder / "src"
+    of_package = (source / distribution.package).rglob("*")
+    written = {path.relative_to(source).as_posix() for path in of_package if path.is_file()}
+    lost = sorted(name for name in written - set(names) if "__pycache__" not in name)
+    if lost:
+        raise Unfit(f"{distribution.wheel} lacks {lost}, which the source tree has")
     stray = [name for name in names if name.split("/")[0] not in (distribution.package, info)]
     if stray:
         raise Unfit(f"{distribution.wheel} holds files that are not its own: {stray}")
@@ -175,8 +207,12 @@ def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch
     if distribution.test_needs_alone:
         alone = [*install, "--no-deps", *distribution.test_needs_alone]
         run("installing what its tests need without dependencies", alone, scratch, **constraints)
-    ignored = shutil.ignore_patterns("__pycache__", *left_out(distribution))
-    shutil.copytree(distribution.folder / "tests", scratch / "tests", ignore=ignored)
+    strictly: list[str | Path] = [python, "-I", "-W", "error", "-c"]
+    run("importing every module", [*strictly, EVERY_MODULE, distribution.package, *distribution.extras], scratch)
+    tests = distribution.folder / "tests"
+    shutil.copytree(tests, scratch / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in left_out(distribution):
+        (scratch / "tests" / file.relative_to(tests)).unlink()
     pytest: list[str | Path] = [python, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--rootdir", scratch]
     run(
         "running its tests",
@@ -188,11 +224,11 @@ def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch
     run("importing it after its tests' needs were added", [python, "-I", "-c", LOADS, *facts], scratch)
 
 
-def left_out(distribution: Distribution) -> list[str]:
-    """What is run from the source tree only, because it takes minutes (``tool.kvbaton.wheels`` of the workspace)."""
+def left_out(distribution: Distribution) -> list[Path]:
+    """What is run from the source tree only, because it takes long (``tool.kvbaton.wheels`` of the workspace)."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvbaton"]["wheels"]
-    folder = distribution.folder.relative_to(ROOT).as_posix()
-    return [Path(file).name for file in settings["left-out"] if file.startswith(f"{folder}/tests/")]
+    files = [ROOT / file for file in settings["left-out"]]
+    return [file for file in files if file.is_relative_to(distribution.folder / "tests")]
 
 
 def main() -> int:
