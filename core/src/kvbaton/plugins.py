@@ -162,7 +162,7 @@ def choose_engine(engine: EngineSettings | EnginePlugin | str, options: object =
 
 
 #: What the transport must reach where stages are launched so.
-_REACHES: Mapping[str, Reach] = {"inproc": "same_process", "process": "cross_process", "remote": "cross_host"}
+REACHES: Final[Mapping[str, Reach]] = {"inproc": "same_process", "process": "cross_process", "remote": "cross_host"}
 
 
 def choose_placement(settings: Settings, connector: ConnectorPlugin | None = None) -> Placement:
@@ -176,7 +176,7 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
     launches = ("process", "inproc") if settings.stages.launch == "auto" else (settings.stages.launch,)
     refusals: list[PluginUnavailable] = []
     for launch in launches:
-        need = Need(kind, _REACHES[launch])
+        need = Need(kind, REACHES[launch])
         try:
             if connector is None:
                 plugin, _ = choose_connector(settings.transport, need)
@@ -187,7 +187,7 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
             continue
         return Placement(plugin, need, launch)
     # under "auto" nobody has asked for a launch: that it cannot be that one is no cause, what else is wrong is
-    raise next((refusal for refusal in refusals if refusal.capability not in _REACHES.values()), refusals[-1])
+    raise next((refusal for refusal in refusals if refusal.capability not in REACHES.values()), refusals[-1])
 
 
 def options_of(settings: Settings, group: Literal["engine", "transport"]) -> BaseModel | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,6 @@ from kvbaton.segments import Segments, coalesce, joined
 Layout = Literal["block", "layer"]
 #: Region ids of the cache and of the final payloads.
 KV, FINAL = 0, 1
-
-Table: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

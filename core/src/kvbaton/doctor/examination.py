@@ -13,13 +13,11 @@ from kvbaton.doctor.machine import Machine, Note, notes, read_machine
 from kvbaton.doctor.trial import Trial, attempt
 from kvbaton.doctor.verdict import STATUSES, Standing, Verdict, judge
 from kvbaton.errors import OptionsError, PluginBroken, PluginConflict, PluginError, PluginUnavailable
-from kvbaton.plugins import AUTO, PluginRow, choose_connector, list_plugins
+from kvbaton.plugins import AUTO, REACHES, PluginRow, choose_connector, list_plugins
 from kvbaton.settings import Settings
 
 #: Of the JSON document; raised where a key changes its meaning or goes.
 VERSION = 1
-
-_REACHES: dict[str, Reach] = {"inproc": "same_process", "process": "cross_process", "remote": "cross_host"}
 
 Progress = Callable[[str], object]
 Attempt = Callable[..., Trial]
@@ -111,7 +109,7 @@ def _pick(settings: Settings, memory: MemoryKind, named: Literal["argument", "se
     by: Literal["argument", "settings", "auto"] = "auto" if settings.transport.name == AUTO else named
     refusal: PluginError | None = None
     for launch in launches:
-        reach = _REACHES[launch]
+        reach = REACHES[launch]
         try:
             plugin, options = choose_connector(settings.transport, Need(memory, reach))
         except (PluginUnavailable, PluginBroken, PluginConflict) as error:
@@ -119,7 +117,7 @@ def _pick(settings: Settings, memory: MemoryKind, named: Literal["argument", "se
             continue
         name = plugin.name if by == "auto" else settings.transport.name
         return _Pick(name, by, reach, plugin, options, None)
-    return _Pick(settings.transport.name, by, _REACHES[launches[0]], None, None, refusal)
+    return _Pick(settings.transport.name, by, REACHES[launches[0]], None, None, refusal)
 
 
 def _chosen(pick: _Pick, memory: MemoryKind, transports: dict[str, Transport]) -> Chosen:
@@ -180,7 +178,7 @@ def _devices(settings: Settings, machine: Machine) -> tuple[int, int]:
     """Those of the first prefill and the first decode stage; else two different ones, where there are."""
     given = settings.stages.devices
     if given is not None and len(given) > settings.stages.prefill:
-        return int(given[0] or 0), int(given[settings.stages.prefill] or 0)
+        return given[0], given[settings.stages.prefill]
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
     count = len(machine.gpus) if visible is None else len([part for part in visible.split(",") if part.strip()])
     return (0, 1) if count > 1 else (0, 0)

@@ -146,8 +146,10 @@ def _lanes(
     progress("looking which ways it takes")
     try:
         return tuple(foreign.values(plugin.lanes(options, memory), Lane)), ""
-    except Exception as error:  # foreign code, and what it could not find out is no verdict on what it can
+    except KvbatonError as error:
         return (), str(error)
+    except Exception as error:  # foreign code, and what it could not find out is no verdict on what it can
+        return (), f"{type(error).__name__}: {error}"
 
 
 def _measure(way: Way, nbytes: int, room: int, bound: float) -> Measured:

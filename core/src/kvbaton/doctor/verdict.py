@@ -1,6 +1,6 @@
 """Whether a transport is fit on this machine: judged by what was tried, and by what its plugin expects.
 
-A plugin says so with ``advice``, see :class:`~kvbaton.connector.ConnectorPlugin`.  What every transport is measured by
+A plugin says so with ``advice``, see :class:`~kvbaton.connector.WithAdvice`.  What every transport is measured by
 besides is plain copying in the same run: one that is slower by :data:`FAR_SLOWER` has fallen to something slow.
 """
 

@@ -152,12 +152,10 @@ def _stage(life: Life, found: dict[str, _Found], labels: Mapping[str, str]) -> S
                 _note(found.setdefault(event.transfer, _Found()), event, off)
     steps.sort(key=lambda step: step.began)
     role = life.peer.name.rpartition("-")[0]
-    lost = life.dropped + life.read - len(life.events)
-    unread = life.malformed + life.unreadable
-    note = life.note or (f"{unread} answers or events could not be read" if unread else "")
     return StageLine(
         life.peer.name, life.peer.epoch, role, steps, commands, held, life.lost, life.fenced, _text(life.cause),
-        max((offset.doubt for offset in {id(p): p for p, _ in life.events}.values()), default=0.0), lost, note,
+        max((offset.doubt for offset in {id(p): p for p, _ in life.events}.values()), default=0.0), life.pushed_out,
+        life.note or life.unread,
     )  # fmt: skip
 
 

@@ -113,6 +113,17 @@ class Life:
     cause: str = ""
     note: str = ""
 
+    @property
+    def pushed_out(self) -> int:
+        """Events that were noted and are not kept any more, there or here."""
+        return self.dropped + self.read - len(self.events)
+
+    @property
+    def unread(self) -> str:
+        """How much of it nobody can read, in words; "" where there is nothing."""
+        count = self.malformed + self.unreadable
+        return f"{count} answers or events could not be read" if count else ""
+
 
 class Trace:
     """The trace of one runtime.  Give it to ``PDRuntime.start`` among the ``hooks``, which also makes it read the
@@ -398,11 +409,7 @@ def _part(path: Path) -> Path:
 
 def _lacks(life: Life) -> str:
     parts = []
-    lost = life.dropped + life.read - len(life.events)
-    if lost:
-        parts.append(f"{lost} events were pushed out (trace.events)")
-    if life.malformed or life.unreadable:
-        parts.append(f"{life.malformed + life.unreadable} answers or events could not be read")
-    if life.note:
-        parts.append(life.note)
+    if life.pushed_out:
+        parts.append(f"{life.pushed_out} events were pushed out (trace.events)")
+    parts += [text for text in (life.unread, life.note) if text]
     return ", ".join(parts)
