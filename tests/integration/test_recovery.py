@@ -20,7 +20,8 @@ from kvbaton.errors import KvbatonError, LocalProtocolError, TransferFailed
 from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
-from kvbaton_conformance.recovery import SCRIPTED, Plan, play
+from kvbaton_conformance.long_run import SCRIPTED
+from kvbaton_conformance.recovery import Plan, play
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
 
 MODEL = scripted_model("scripted:7", ScriptedOptions())

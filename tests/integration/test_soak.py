@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton_conformance.recovery import SCRIPTED
+from kvbaton_conformance.long_run import SCRIPTED
 from kvbaton_conformance.soak import Plan, play
 
 

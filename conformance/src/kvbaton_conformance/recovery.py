@@ -18,7 +18,6 @@ From the command line::
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import random
@@ -33,19 +32,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings, load, run_colocated
-from kvbaton.cli.assignments import assignments
+from kvbaton import PDRuntime, Request, RequestRecord, Settings, run_colocated
 from kvbaton.errors import KvbatonError
 from kvbaton.hooks import StageLoad, hookimpl
 from kvbaton.identity import PeerId
 from kvbaton_conformance.books import check_books, until
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.leaks import holdings, left_behind
+from kvbaton_conformance.long_run import command, deployed, many_requests, overrides, played
 
-#: What a plain run is: an engine that needs no model.
-SCRIPTED = {"model": "scripted:7", "engine.name": "kvbaton_conformance.scripted_plugin:plugin"}
-#: What is computed together changes no bits, so that tokens may be compared (A3).
-TRANSFORMERS = {"engine.name": "transformers", "engine.options": {"batching": "isolated"}}
 #: A stage may be killed many times in a row before it has served anything, which is no fault of its own.
 _OFTEN = 10_000
 
@@ -72,20 +67,11 @@ class Plan:
 
     def settings(self) -> Settings:
         """Two stages of each kind, as processes, unless ``overrides`` say otherwise."""
-        base = {"stages.launch": "process", "stages.prefill": 2, "stages.decode": 2, "recovery.restarts": _OFTEN}
-        return load(overrides={**base, **self.overrides})[0]
+        return deployed({"recovery.restarts": _OFTEN, **self.overrides})
 
     def prompts(self) -> list[Request]:
         """Of every length up to ``prompt_tokens``; some begin alike."""
-        draw = random.Random(self.seed)
-        common = [draw.randrange(1, 40_000) for _ in range(self.prompt_tokens // 2)]
-        made = []
-        for number in range(self.distinct or self.requests):
-            start = common if number % 4 == 0 else []
-            length = draw.randrange(len(start) + 1, self.prompt_tokens + 1)
-            prompt = (*start, *(draw.randrange(1, 40_000) for _ in range(length - len(start))))
-            made.append(Request(prompt, SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)))
-        return made
+        return many_requests(self.distinct or self.requests, self.prompt_tokens, self.max_tokens, self.seed)
 
 
 @dataclass
@@ -344,39 +330,18 @@ def _try_pairs(runtime: PDRuntime, placed: _Placed, request: Request, expected: 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play one plan as a command; the status is 0 where everything held."""
     plan = Plan({})
-    parser = argparse.ArgumentParser(
-        prog="python -m kvbaton_conformance.recovery", description=(__doc__ or "").partition("\n\n")[0]
-    )
-    parser.add_argument("--transport", required=True, help="a connector that reaches other processes")
-    parser.add_argument("--model", help="a real model, which the transformers engine runs; else a scripted one")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
+    parser = command("recovery", __doc__, plan)
     parser.add_argument("--requests", type=int, default=plan.requests)
     parser.add_argument("--distinct", type=int, default=plan.distinct, help="different ones among them; 0: all")
     parser.add_argument("--kills", type=int, default=plan.kills, help="so many at least, with more requests if need be")
     parser.add_argument("--every", type=float, default=plan.every, help="seconds between two kills, on average")
-    parser.add_argument("--together", type=int, default=plan.together, help="requests under way at a time")
-    parser.add_argument("--prompt-tokens", type=int, default=plan.prompt_tokens, help="of one prompt, at most")
-    parser.add_argument("--max-tokens", type=int, default=plan.max_tokens)
-    parser.add_argument("--seed", type=int, default=plan.seed)
-    parser.add_argument("--patience", type=float, default=plan.patience, help="seconds without any end: a hang")
     given = parser.parse_args(arguments)
-    logging.getLogger("kvbaton").addHandler(logging.NullHandler())
-    logging.getLogger("kvbaton").propagate = False
-    engine = SCRIPTED if given.model is None else {**TRANSFORMERS, "model": given.model}
     plan = Plan(
-        {**engine, "transport.name": given.transport, **dict(assignments("--set", given.set))}, given.requests,
-        given.distinct, given.kills, given.every, given.together, given.prompt_tokens, given.max_tokens, given.seed,
-        given.patience,
+        overrides(given), given.requests, given.distinct, given.kills, given.every, given.together,
+        given.prompt_tokens, given.max_tokens, given.seed, given.patience,
     )  # fmt: skip
-    began = time.monotonic()
-
-    def progress(text: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
-
-    try:
-        result = play(plan, progress)
-    except (ClauseBroken, KvbatonError) as error:
-        print(f"BROKEN: {error}", flush=True)
+    result = played(lambda progress: play(plan, progress))
+    if result is None:
         return 1
     print("\n".join(result.lines()))
     print("HOLDS: no other process ended, every stage came back, every pair serves, all books balance, nothing is left")

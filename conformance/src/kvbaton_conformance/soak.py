@@ -20,10 +20,8 @@ From the command line::
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
-import logging
 import math
 import os
 import platform
@@ -38,13 +36,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, Settings, load, run_colocated
-from kvbaton.cli.assignments import assignments
-from kvbaton.errors import KvbatonError
+from kvbaton import PDRuntime, Request, RequestRecord, Settings, run_colocated
 from kvbaton_conformance.books import check_books
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.leaks import holdings, left_behind
-from kvbaton_conformance.recovery import SCRIPTED, TRANSFORMERS
+from kvbaton_conformance.long_run import command, deployed, many_requests, overrides, played
 
 #: How much more resident memory is no growth: allocators keep what they may use again.
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 2 << 20
@@ -77,20 +73,11 @@ class Plan:
 
     def settings(self) -> Settings:
         """Two stages of each kind, as processes, unless ``overrides`` say otherwise."""
-        base = {"stages.launch": "process", "stages.prefill": 2, "stages.decode": 2}
-        return load(overrides={**base, **self.overrides})[0]
+        return deployed(self.overrides)
 
     def prompts(self) -> list[Request]:
         """Of every length up to ``prompt_tokens``; a quarter of them begin alike."""
-        draw = random.Random(self.seed)
-        common = [draw.randrange(1, 40_000) for _ in range(self.prompt_tokens // 2)]
-        made = []
-        for number in range(self.distinct):
-            start = common if number % 4 == 0 else []
-            length = draw.randrange(len(start) + 1, self.prompt_tokens + 1)
-            prompt = (*start, *(draw.randrange(1, 40_000) for _ in range(length - len(start))))
-            made.append(Request(prompt, SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)))
-        return made
+        return many_requests(self.distinct, self.prompt_tokens, self.max_tokens, self.seed)
 
 
 @dataclass(frozen=True)
@@ -328,51 +315,30 @@ def draw_plot(result: Result, title: str, file: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play one plan as a command; the status is 0 where everything held and nothing grew."""
     plan = Plan({})
-    parser = argparse.ArgumentParser(
-        prog="python -m kvbaton_conformance.soak", description=(__doc__ or "").partition("\n\n")[0]
-    )
-    parser.add_argument("--transport", required=True, help="a connector that reaches other processes")
-    parser.add_argument("--model", help="a real model, which the transformers engine runs; else a scripted one")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting")
+    parser = command("soak", __doc__, plan)
     parser.add_argument("--minutes", type=float, default=plan.seconds / 60)
-    parser.add_argument("--together", type=int, default=plan.together, help="requests under way at a time")
     parser.add_argument("--distinct", type=int, default=plan.distinct, help="different ones among them")
-    parser.add_argument("--prompt-tokens", type=int, default=plan.prompt_tokens, help="of one prompt, at most")
-    parser.add_argument("--max-tokens", type=int, default=plan.max_tokens)
     parser.add_argument("--cancelled", type=float, default=plan.cancelled, help="the share that is cancelled")
     parser.add_argument("--every", type=float, default=plan.every, help="seconds between two samples")
-    parser.add_argument("--seed", type=int, default=plan.seed)
-    parser.add_argument("--patience", type=float, default=plan.patience, help="seconds without any end: a hang")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write every sample")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw them (.svg, .png); needs matplotlib")
     given = parser.parse_args(arguments)
     if not 0 < given.minutes < math.inf:
         parser.error("--minutes is a positive number")
-    logging.getLogger("kvbaton").addHandler(logging.NullHandler())
-    logging.getLogger("kvbaton").propagate = False
-    engine = SCRIPTED if given.model is None else {**TRANSFORMERS, "model": given.model}
     plan = Plan(
-        {**engine, "transport.name": given.transport, **dict(assignments("--set", given.set))},
-        seconds=60 * given.minutes, together=given.together, distinct=given.distinct,
+        overrides(given), seconds=60 * given.minutes, together=given.together, distinct=given.distinct,
         prompt_tokens=given.prompt_tokens, max_tokens=given.max_tokens, cancelled=given.cancelled, every=given.every,
         seed=given.seed, patience=given.patience,
     )  # fmt: skip
-    began = time.monotonic()
-
-    def progress(text: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
-
-    try:
-        result = play(plan, progress)
-    except (ClauseBroken, KvbatonError) as error:
-        print(f"BROKEN: {error}", flush=True)
+    result = played(lambda progress: play(plan, progress))
+    if result is None:
         return 1
     lines = result.lines()
     print("\n".join(lines))
-    command = "python -m kvbaton_conformance.soak " + shlex.join(arguments if arguments is not None else sys.argv[1:])
+    said = "python -m kvbaton_conformance.soak " + shlex.join(arguments if arguments is not None else sys.argv[1:])
     if given.json is not None:
         machine = {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-        asked = {"command": command, "machine": machine, "lines": lines}
+        asked = {"command": said, "machine": machine, "lines": lines}
         given.json.write_text(json.dumps({**asked, "samples": [asdict(sample) for sample in result.samples]}) + "\n")
     if given.plot is not None:
         draw_plot(result, f"{given.transport}: {given.together} requests under way, {lines[0]}", given.plot)
