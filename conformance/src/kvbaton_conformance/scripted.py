@@ -44,6 +44,7 @@ from kvbaton_conformance import device_memory
 
 _MASK = (1 << 64) - 1
 _POISON = 0xDD
+_POISON_BYTE = bytes([_POISON])
 #: Between two looks at what holds an engine.
 _HELD_SECONDS = 0.001
 
@@ -650,10 +651,12 @@ class ScriptedEngine:
 
     def _take_slot(self) -> int:
         slot = self._free_slots.pop()
-        changed = np.flatnonzero(self._final(slot) != _POISON)
-        if len(changed):
-            self.late_writes.append((-1 - slot, int(changed[0])))
+        self._expect_poison(-1 - slot, self._final(slot))
         return slot
+
+    def _expect_poison(self, place: int, memory: Bytes) -> None:
+        if memory.tobytes().strip(_POISON_BYTE):  # cheap, as it is for every block that is handed out
+            self.late_writes.append((place, int(np.argmax(memory != _POISON))))
 
     def _give_slot(self, sequence: _Sequence) -> None:
         self._final(sequence.slot)[:] = _POISON
@@ -666,6 +669,9 @@ class ScriptedEngine:
 
     def _where(self, table: Sequence[int], start: int, end: int) -> npt.NDArray[np.int64]:
         """Where the bytes of tokens ``[start, end)`` lie in region 0.  Shape ``[end - start, sum(token_bytes)]``."""
+        if end - start == 1:  # what each step of decode asks for
+            index, row = divmod(start, self.layout.block_tokens)
+            return self._within[row : row + 1] + table[index] * self._stride
         blocks, within = np.divmod(np.arange(start, end), self.layout.block_tokens)
         first = np.asarray(table, dtype=np.int64)[blocks] * self._stride
         where: npt.NDArray[np.int64] = first[:, None] + self._within[within]
@@ -690,10 +696,7 @@ class ScriptedEngine:
         if not self._free:
             self._evict()
         block = self._free.popleft()
-        bytes_ = self._block(block)
-        changed = np.flatnonzero(bytes_ != _POISON)
-        if len(changed):
-            self.late_writes.append((block, int(changed[0])))
+        self._expect_poison(block, self._block(block))
         self._owners[block] = 1
         return block
 
