@@ -34,7 +34,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pydantic_settings import SettingsError as _ForeignSettingsError
 
 from kvbaton.bounds import MAX_MESSAGE_BYTES, Deadlines, GuardLimits, Limits, Recovery
-from kvbaton.byte_size import in_bytes
+from kvbaton.byte_size import Bytes
 from kvbaton.errors import SettingsError, closest
 
 ENVIRONMENT_PREFIX = "KVBATON_"
@@ -43,19 +43,12 @@ _LEVEL = "__"
 # -- kinds of values ---------------------------------------------------------------------------------------------------
 
 
-def _positive(value: ByteSize) -> ByteSize:
-    if value < 1:
-        raise PydanticCustomError("byte_size", "must be at least 1 byte")
-    return value
-
-
 def _devices(value: object) -> object:
     if isinstance(value, str):
         return [part for part in value.split(",") if part.strip()]
     return value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(in_bytes), AfterValidator(_positive)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 #: Options of a plugin: its own ``Options`` model validates them.

@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvbaton.byte_size import in_bytes
+from kvbaton.byte_size import InBytes
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorContext, MemoryRegion, Need
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc import driver, library
@@ -46,7 +46,7 @@ class IpcOptions(BaseModel):
     inflight_chunks: Annotated[int, Field(ge=1, le=4096)] = Field(
         64, description="chunks per peer that are under way; more are refused until there is room (T6)"
     )
-    engine_above: Annotated[int, BeforeValidator(in_bytes), Field(ge=1)] | None = Field(
+    engine_above: Annotated[InBytes, Field(ge=1)] | None = Field(
         None,
         description="bytes of a run from which on the copy engine moves it instead of the kernel; by default what was"
         " measured",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from kvbaton.byte_size import in_bytes
+from kvbaton.byte_size import InBytes
 from kvbaton.ucx import check_names
 
 
@@ -51,6 +51,6 @@ class UcxOptions(WireOptions):
     slots: Annotated[int, Field(ge=1, le=64)] = Field(
         4, description="slots per peer to receive in, and as many to send from: as many parts of chunks are under way"
     )
-    slot_bytes: Annotated[int, BeforeValidator(in_bytes), Field(ge=4096, le=1 << 32)] | None = Field(
+    slot_bytes: Annotated[InBytes, Field(ge=4096, le=1 << 32)] | None = Field(
         None, description="bytes of a slot; by default 4 MiB in host memory, 64 MiB in device memory"
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from kvbaton.byte_size import in_bytes
+from kvbaton.byte_size import InBytes
 from kvbaton.ucx import check_names
 
 
@@ -28,13 +28,13 @@ class NixlOptions(BaseModel):
         description="gather short segments, write them as one, scatter them at the destination; auto: where their mean"
         " length is below packing_below",
     )
-    packing_below: Annotated[int, BeforeValidator(in_bytes), Field(ge=1)] | None = Field(
+    packing_below: Annotated[InBytes, Field(ge=1)] | None = Field(
         None, description="bytes; by default what was measured: 12 KiB in host memory, 2 MiB in device memory"
     )
     staging_slots: Annotated[int, Field(ge=1, le=256)] = Field(
         4, description="slots per peer to send packed parts from, and as many to receive them in"
     )
-    staging_bytes: Annotated[int, BeforeValidator(in_bytes), Field(ge=4096, le=1 << 32)] | None = Field(
+    staging_bytes: Annotated[InBytes, Field(ge=4096, le=1 << 32)] | None = Field(
         None, description="bytes of a slot; by default 4 MiB in host memory, 64 MiB in device memory"
     )
     heartbeat: Annotated[float, Field(ge=0.01, le=60)] = Field(
