@@ -347,7 +347,7 @@ def test_a_stage_that_is_busy_is_missing_from_a_scrape_that_comes_in_time(
         until(lambda: not value(samples(metrics.text()), "scrape_ok", stage="decode-0"))
         began = time.monotonic()
         found = samples(metrics.text())
-        assert time.monotonic() - began < 5  # 0.2 s, and what the machine is busy with
+        assert time.monotonic() - began < 15  # 0.2 s, and what the machine is busy with; the stage stands still for 20
         assert [value(found, "scrape_ok", stage=s) for s in ("coordinator", "prefill-0", "decode-0")] == [1, 1, 0]
         assert value(found, "peer_up", peer="decode-0") == 1
         assert ("bytes_total", frozenset({("stage", "decode-0")})) not in found

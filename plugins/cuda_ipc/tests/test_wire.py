@@ -347,7 +347,7 @@ def test_a_killed_peer_is_down_with_nothing_under_way(ends):
         process.wait()
         killed = time.monotonic()
         ends.until(lambda: ends.of(a, Down), "down")
-        assert time.monotonic() - killed < 5
+        assert time.monotonic() - killed < BOUND / 2
         assert a.dropped == 0
 
 
@@ -370,7 +370,7 @@ def test_a_stopped_peer_holds_up_nobody_and_can_be_dropped(ends):
         ends.until(lambda: ends.of(b, Word), "word")
         started = time.monotonic()
         a.drop(peer)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < BOUND / 2
         process.send_signal(signal.SIGKILL)
         process.wait()
         ends.until(lambda: not a.pending(peer), "UCX has let go of it")
@@ -401,7 +401,7 @@ def test_a_payload_that_stops_midway_is_pending_until_it_is_quiet(ends, end):
         if end == "closed":
             started = time.monotonic()
             a.close()
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < BOUND / 2
         else:
             process.kill()
             process.wait()
@@ -432,9 +432,8 @@ def test_waiting_ends_when_a_word_comes_and_costs_nothing_until_then(ends):
         began = time.monotonic()
         while not ends.of(a, Word):
             assert time.monotonic() - began < BOUND
-            a.wait(5.0)
+            a.wait(2 * BOUND)  # ended by the word
             ends.poll()
-        assert time.monotonic() - began < 4
 
 
 @pytest.mark.clause("T10")
