@@ -13,6 +13,11 @@ def test_a_percentile_is_a_value_that_was_measured_and_the_median_lies_in_the_mi
     assert (spread.p10, spread.p90, spread.p99, spread.least, spread.most) == (10.0, 90.0, 99.0, 1.0, 100.0)
 
 
+def test_between_two_values_the_larger_one_is_taken() -> None:
+    spread = Spread.of([float(value) for value in range(1, 16)])
+    assert (spread.p10, spread.p90, spread.p99) == (2.0, 14.0, 15.0)
+
+
 def test_of_one_value_everything_is_that_value() -> None:
     assert set(Spread.of([3.0]).as_dict().values()) == {1, 3.0}
 
