@@ -1,10 +1,12 @@
 """What a run of the kit has left behind is told from what others on the machine do meanwhile."""
 
+import abc
 import mmap
 import os
 import subprocess
 import sys
 import uuid
+import weakref
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -141,6 +143,23 @@ def test_what_others_make_is_no_growth(names):
     finally:
         for path in folder.parent.glob(f"{folder.name}-*"):
             path.unlink()
+
+
+@pytest.mark.clause("T12")
+def test_what_abstract_classes_remember_is_no_growth():
+    """They ask, and remember, in whatever happens to run."""
+
+    class Abstract(abc.ABC):  # noqa: B024
+        pass
+
+    kinds = [type(f"Kind{number}", (), {}) for number in range(300)]
+    before = Growth()
+    assert not any(issubclass(kind, Abstract) for kind in kinds)
+    assert not before.per(200)
+    kept = [weakref.ref(kind, print) for kind in kinds]
+    (grown,) = before.per(200)
+    assert grown.endswith("objects more of type weakref.ReferenceType")
+    assert int(grown.split()[0]) >= len(kept)
 
 
 @pytest.mark.clause("T12")
