@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from kvbaton import plugins
-from kvbaton.connector import API_VERSION, Availability, Capabilities, Need
+from kvbaton.connector import API_VERSION, Availability, Capabilities, Need, wire_version
 from kvbaton.errors import (
     ConfigurationError,
     EngineNotFound,
@@ -126,6 +126,18 @@ def test_an_instance_is_accepted_wherever_a_name_is(installed):
     again, same = choose_connector(instance, Need(), options)
     assert again is instance
     assert same is options
+
+
+@pytest.mark.clause("T2")
+def test_the_version_of_a_wire_is_also_that_which_a_wrapping_plugin_passes_on():
+    class Inner:
+        wire_version = 3
+
+    class Wrapping:
+        def __getattr__(self, name):
+            return getattr(Inner, name)
+
+    assert [wire_version(plugin) for plugin in (Inner(), Wrapping(), object())] == ["3", "3", "1"]
 
 
 def test_a_reinstall_is_seen_at_once_and_stevedores_cache_is_not_touched(installed, tmp_path, monkeypatch):

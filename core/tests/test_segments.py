@@ -126,6 +126,7 @@ class TestValue:
         triples = [(3, 100, 7), (0, 0, 1)]
         assert Segments.of(triples).triples() == triples
         assert len(Segments.of([])) == len(Segments.empty()) == Segments.empty().nbytes == 0
+        assert Segments.of_few([]) == Segments.empty()
 
     @untimed
     @given(SINGLE, SINGLE)

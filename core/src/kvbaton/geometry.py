@@ -28,7 +28,8 @@ from kvbaton.segments import FEW, Offsets, Regions, Row, Segments, coalesce, joi
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-#: Block ids of a sequence, in token order: shape ``[blocks]``, any integer type.
+#: Block ids of a sequence, in token order: shape ``[blocks]``, any integer type; or a tuple of Python's integers, which
+#: is planned sooner where it is short.
 Table = npt.NDArray[Any] | tuple[int, ...]
 
 

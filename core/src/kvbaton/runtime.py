@@ -311,7 +311,8 @@ class PDRuntime:
         """Cancel what runs, stop and join every stage, in the order that keeps memory safe (C6.2).  Idempotent.
 
         Raises :class:`~kvbaton.errors.KvbatonError` where a stage did not end as ordered, or where the trace
-        (``trace.path``) could not be written; everything is over nevertheless.
+        (``trace.path``) could not be written; everything is over nevertheless.  A Ctrl-C that comes meanwhile is
+        raised once every stage has been joined, which is bounded; a second one at once.
         """
         try:
             try:

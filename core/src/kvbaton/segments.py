@@ -97,11 +97,14 @@ class Segments:
     @classmethod
     def of_few(cls, rows: Iterable[Row]) -> Segments:
         """At most :data:`FEW` rows of Python integers that are known to be valid."""
+        known = tuple(rows)
+        if not known:
+            return _EMPTY
         self = _new(Segments)
         _set_region(self, None)
         _set_offset(self, None)
         _set_length(self, None)
-        _set_rows(self, tuple(rows))
+        _set_rows(self, known)
         _set_extent(self, None)
         _set_nbytes(self, 0)
         return self

@@ -236,11 +236,22 @@ def test_notes_alone_leave_it_fit():
     assert verdict.standing == "fit"
 
 
-def test_lanes_that_cannot_be_found_out_are_no_verdict():
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (TransportError("no lane"), "no lane"),
+        (OSError("no device"), "OSError: no device"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_lanes_that_cannot_be_found_out_are_no_verdict(error, says):
+    def sorry(options, kind):
+        raise error
+
     plugin = Plugin()
     plugin.lanes = sorry
     found = attempt(DATAGRAMS, plugin, Plugin.Options(), "host", sizes=(4096,))
-    assert found.lanes_reason == "no lane"
+    assert found.lanes_reason == says
     assert found.failure is None
 
 
@@ -252,7 +263,3 @@ def test_lanes_that_are_none_are_no_verdict(lane):
     assert "Lane" in trial.lanes_reason
     assert trial.lanes == ()
     assert trial.failure is None
-
-
-def sorry(options, kind):
-    raise TransportError("no lane")

@@ -97,8 +97,9 @@ class StageChannel(Protocol):
         """
 
     def hold(self, message: Message) -> None:
-        """As ``send``, but it may stay here until ``flush``, or the next ``send``, so that what is said together also
-        travels together: each journey wakes three threads.
+        """As ``send``, but it may stay here until ``flush``, the next ``send`` or ``close``, so that what is said
+        together also travels together: each journey wakes three threads.  What cannot go any more is dropped and
+        counted.
         """
 
     def flush(self) -> None:

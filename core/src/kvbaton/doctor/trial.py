@@ -149,7 +149,7 @@ def _lanes(
     except KvbatonError as error:
         return (), str(error)
     except Exception as error:  # foreign code, and what it could not find out is no verdict on what it can
-        return (), f"{type(error).__name__}: {error}"
+        return (), f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _measure(way: Way, nbytes: int, room: int, bound: float) -> Measured:
