@@ -180,13 +180,23 @@ def test_who_does_not_speak_the_protocol_at_all_is_turned_away_and_counted(zmq_l
 
 
 @pytest.mark.clause("C9.3")
-def test_a_message_of_several_frames_is_refused_as_a_whole_or_is_several_envelopes(raw):
+def test_a_message_of_several_frames_is_refused_as_a_whole_or_is_several_envelopes(zmq_links, raw):
     coordinator, dealer = raw
     dealer.send(GREETING)
     good = [encode(envelope(PEER.epoch, seq, Stop())) for seq in (1, 2)]
     dealer.send_multipart([good[0], b"no envelope", good[1]])
     dealer.send_multipart(good)
-    assert settle(coordinator, dealer, seq=3) == [Received(PEER, Stop())] * 3
+    dealer.send(encode(envelope(PEER.epoch, 3, Stop())))
+    assert zmq_links.gather(coordinator, 3) == [Received(PEER, Stop())] * 3
+    assert coordinator.statistics().dropped == {("unknown", "malformed"): 1}
+
+
+@pytest.mark.clause("C9.3")
+def test_nothing_is_taken_of_several_frames_before_a_first_single_one(raw):
+    coordinator, dealer = raw
+    dealer.send_multipart([encode(envelope(PEER.epoch, seq, Stop())) for seq in (1, 2)])
+    dealer.send(GREETING)
+    assert settle(coordinator, dealer, seq=1) == [Received(PEER, Stop())]
     assert coordinator.statistics().dropped == {("unknown", "malformed"): 1}
 
 

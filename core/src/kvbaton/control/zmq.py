@@ -564,7 +564,10 @@ class ZmqCoordinatorChannels:
         if entry is None:
             self._dropped["unknown", self._why_unknown(routing_id)] += 1
             return
-        if len(frames) == 1 and not entry.connected and not entry.lost:
+        if not entry.connected and not entry.lost:
+            if len(frames) != 1:  # nothing is taken of a connection whose end would not be seen
+                self._dropped["unknown", "malformed"] += 1
+                return
             data = frames[0].bytes
             self._connect(entry, int(frames[0].get(zmq.SRCFD)))
             if data.startswith(_GREETING_PREFIX):
