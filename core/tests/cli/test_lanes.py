@@ -86,16 +86,21 @@ def fails(options, kind):
     raise TransportError("no lane: nothing was written")
 
 
+def breaks(options, kind):
+    raise RuntimeError("its library is gone")
+
+
 @pytest.mark.parametrize(
     ("plugin", "arguments", "status", "says"),
     [
         (Plugin(None), (), 2, "mine does not say"),
         (Plugin(fails), (), 1, "no lane: nothing was written"),
+        (Plugin(breaks), (), 1, "RuntimeError: its library is gone. kvbaton doctor mine"),
         (Plugin(), ("--memory", "cuda"), 2, "moves host memory only"),
         (Plugin(), ("--memory", "tape"), 2, "write host or cuda"),
         (Plugin(), ("--transport-option", "wey=1"), 2, "way"),
     ],
-    ids=["has-none", "fails", "no-device", "no-such-memory", "misspelt"],
+    ids=["has-none", "fails", "breaks", "no-device", "no-such-memory", "misspelt"],
 )
 def test_what_cannot_be_said_is_one_line(kvbaton, named, plugin, arguments, status, says):
     result = kvbaton("lanes", named(plugin), *arguments)

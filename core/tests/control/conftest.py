@@ -29,14 +29,14 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> No
         time.sleep(0.001)
 
 
-def gather(channels, count: int, seconds: float = 10.0) -> list:
+def gather(channels, count: int, seconds: float = 20.0) -> list:
     """``count`` events or messages, waited for as an owner of the channel would."""
     found = []
     deadline = time.monotonic() + seconds
     while len(found) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} came within {seconds} s: {found[-3:]}"
-        channels.wait(30.0)  # longer than the test may take: the event itself must end it
+        channels.wait(1.5 * seconds)  # longer than it may take: the event itself must end it
         found += channels.receive()
+        assert time.monotonic() < deadline, f"{len(found)} of {count} came within {seconds} s: {found[-3:]}"
     return found
 
 

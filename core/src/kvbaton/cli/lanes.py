@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvbaton.cli.console import answers
 from kvbaton.connector import Lane, MemoryKind, Need, WithLanes
-from kvbaton.errors import CapabilityError, SettingsError
+from kvbaton.errors import CapabilityError, KvbatonError, SettingsError, TransportError
 from kvbaton.plugins import choose_connector
 
 
@@ -32,7 +32,15 @@ def show(name: str, options: Mapping[str, Any], memory: str, *, as_json: bool) -
         raise CapabilityError(
             f"transport {plugin.name} does not say by which ways it moves bytes: it has one", capability="lanes"
         )
-    lanes = plugin.lanes(valid, kind)
+    try:
+        lanes = plugin.lanes(valid, kind)
+    except KvbatonError:
+        raise
+    except Exception as error:  # a plugin's, of which an operator is told, not shown
+        raise TransportError(
+            f"transport {plugin.name} could not say by which ways it moves bytes: {type(error).__name__}: {error}."
+            f" kvbaton doctor {plugin.name} tries it"
+        ) from error
     if as_json:
         print(json.dumps([asdict(lane) for lane in lanes], indent=2))
         return
