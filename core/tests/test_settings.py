@@ -133,7 +133,7 @@ def test_sizes_take_units(written, size):
     assert settings.control.max_message == size
 
 
-@pytest.mark.parametrize("written", ["12 parsec", "many", "0", -1, "-5", True, "1MiB2"])
+@pytest.mark.parametrize("written", ["12 parsec", "many", "0", -1, "-5", True, "1MiB2", "5.MiB", "5. MiB", "5."])
 def test_nonsense_sizes_are_refused(written):
     error = fault(None, {"model": "m", "control.max_message": written})
     assert "control.max_message" in str(error)

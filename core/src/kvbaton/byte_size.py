@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from pydantic import AfterValidator, BeforeValidator, ByteSize, TypeAdapter
 from pydantic_core import PydanticCustomError
 
-_UNIT: Final = re.compile(r"^\s*(?:\d+(?:\.\d*)?|\.\d+)\s*(?:[kmgtpe]i?b?|b)?\s*$", re.IGNORECASE)
+_UNIT: Final = re.compile(r"^\s*(?:\d+(?:\.\d+)?|\.\d+)\s*(?:[kmgtpe]i?b?|b)?\s*$", re.IGNORECASE)
 _BYTES: Final = TypeAdapter(ByteSize)
 
 
