@@ -7,6 +7,7 @@ import subprocess
 import sys
 import uuid
 import weakref
+from collections.abc import Mapping
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -160,6 +161,15 @@ def test_what_abstract_classes_remember_is_no_growth():
     (grown,) = before.per(200)
     assert grown.endswith("objects more of type weakref.ReferenceType")
     assert int(grown.split()[0]) >= len(kept)
+
+
+@pytest.mark.clause("T12")
+def test_what_looking_makes_abstract_classes_remember_is_no_growth():
+    kinds = [type(f"Kind{number}", (Mapping,), {}) for number in range(300)]
+    Mapping.register(type("Kind", (), {}))  # all that was remembered is forgotten
+    before = Growth()
+    assert not before.per(200)
+    assert len(kinds) == 300
 
 
 @pytest.mark.clause("T12")

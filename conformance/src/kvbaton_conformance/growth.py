@@ -63,6 +63,9 @@ def _containers(least: int) -> Iterator[Any]:
 
 def _counts() -> Counter[str]:
     """How many objects of each type can be reached, those included that the collector does not track."""
+    none: dict[int, type] = {}
+    for empty in (map(type, none), none.values()):
+        Counter(empty)  # it asks whether this is a mapping, which every abstract one remembers: so before it is counted
     tracked = gc.get_objects()
     # No step in Python per object: there are millions.  What is tracked is listed once, what is not must be told apart.
     referents = chain.from_iterable(map(gc.get_referents, tracked))
