@@ -121,15 +121,20 @@ class SimulatedChannel:
         self.heard: list[messages.Message] = []
         #: Said by the stage, not heard by the coordinator yet.
         self.going: deque[messages.Message] = deque()
+        #: Said by the stage, which keeps it until it says more or flushes.
+        self.held: list[messages.Message] = []
 
     def send(self, message: messages.Message) -> None:
-        if self.lost is None:
-            self.going.append(message)
+        self.hold(message)
+        self.flush()
 
-    hold = send
+    def hold(self, message: messages.Message) -> None:
+        if self.lost is None:
+            self.held.append(message)
 
     def flush(self) -> None:
-        pass
+        self.going += self.held
+        self.held.clear()
 
     def deliver(self, message: messages.Message) -> None:
         """From the coordinator: on its way.  Nothing comes after the loss (C9.4)."""
@@ -618,6 +623,8 @@ class World:
             raise
         except Exception as error:
             raise Broken("C6.3", f"an exception escaped the pump of {name}: {type(error).__name__}: {error}") from error
+        if channel.held:
+            raise Broken("C9.4", f"{name} keeps {self._text(channel.held[0])} although its pass is over")
         seat.stirred = False
         # what the machine has heard: from here on nothing of these is imported (C1.3)
         seat.cancelled.update(m.transfer for m in heard if isinstance(m, messages.Cancel | messages.Release))
