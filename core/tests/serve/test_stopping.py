@@ -25,7 +25,7 @@ def dialled(front):
     """Whether it still listens."""
     try:
         socket.create_connection((front.server.host, front.server.port), 5).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # reset: it ceased while this one waited to be accepted
         return False
     return True
 
