@@ -1,5 +1,6 @@
 """What NIXL's plugin says of what was found: which way UCX should have taken, and what keeps it from that."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,10 +25,32 @@ def advised(lane, memory="host", ucx=None, note="tcp/lo", **facts):
 @pytest.mark.parametrize(
     ("lane", "memory"),
     [("cma/memory", "host"), ("sysv/memory", "host"), ("cuda_ipc/cuda", "cuda"),
-     ("50% on cuda_ipc/cuda and 50% on tcp/lo", "cuda")],
+     ("50% on cuda_ipc/cuda and 50% on tcp/lo", "cuda"), ("50% on tcp/lo and 50% on cuda_ipc/cuda", "cuda")],
 )  # fmt: skip
 def test_what_it_should_be_is_no_word_worth(lane, memory):
     assert advised(lane, memory) == []
+
+
+@pytest.mark.parametrize("memory", ["host", "cuda"])
+def test_by_which_way_other_memory_would_be_written_is_no_matter(memory):
+    other = {"host": "cuda", "cuda": "host"}[memory]
+    lanes = (Lane("write", memory, other, 0, None, "tcp/lo"), Lane("write", other, other, 0, None, "tcp/lo"))
+    best = Lane("write", memory, memory, 0, None, "cuda_ipc/cuda" if memory == "cuda" else "cma/memory")
+    found = SelfTest(memory, (0, 0), 148.8e9, 953.7e9, 1e-4, (*lanes, best))
+    assert plugin.advice(NixlOptions(), found) == []
+    assert plugin.advice(NixlOptions(), replace(found, lanes=lanes)) == []
+    falls = replace(found, rate=0.5e9, lanes=(*lanes, replace(best, lane="tcp/lo")))
+    assert [one.level for one in plugin.advice(NixlOptions(), falls)] == ["degraded"]
+
+
+def test_a_rate_that_tcp_does_not_carry_is_none_of_tcps():
+    """Whatever UCX is understood to have said: what was measured is what happens."""
+    lanes = (Lane("write", "cuda", "cuda", 0, None, "tcp/lo"),)
+    (advice,) = plugin.advice(NixlOptions(), SelfTest("cuda", (0, 0), 148.8e9, 953.7e9, 1e-4, lanes))
+    assert (advice.level, advice.remedy) == ("note", "")
+    assert (
+        advice.text == "UCX names tcp/lo for device memory, and 148.8 GB/s is more than TCP carries: it is not by that"
+    )
 
 
 def test_without_lanes_it_says_nothing():

@@ -10,19 +10,75 @@ from kvbaton.errors import TransportError
 from kvbaton_nixl import lanes, plugin
 from kvbaton_nixl.options import NixlOptions
 
+# what UCX 1.23 printed for two agents on one H200: the tables that matter
 ON_DEVICE = """
-[1795989601.176884] [host:1:0]   +-----------+-------------+------------+
-[1795989601.176884] [host:1:0]   | prefill-0 self cfg#0                 |
-[1795989601.176884] [host:1:0]   | remote memory write by ucp_put* from host memory to host |
-[1795989601.176884] [host:1:0]   +-----------+-------------+------------+
-[1795989601.176884] [host:1:0]   | Range     | Description | Config     |
-[1795989601.176884] [host:1:0]   +-----------+-------------+------------+
-[1795989601.176884] [host:1:0]   | 0..inf    | zero-copy   | cma/memory |
-[1795989601.176884] [host:1:0]   +-----------+-------------+------------+
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | lanes-source-509 self cfg#1                                     |
+[1796037887.8] [vm:509  :0]   | remote memory write by ucp_put* from host memory to cuda/dev[1] |
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | Range  |    Description     |              Config               |
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | 0..inf | software emulation | tcp/lo                            |
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | lanes-source-509 intra-node cfg#2                        |
+[1796037887.8] [vm:509  :0]   | remote memory write by ucp_put* from host memory to host |
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | Range  | Description |              Config               |
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | 0..inf | zero-copy   | cma/memory                        |
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | lanes-source-509 intra-node cfg#2                               |
+[1796037887.8] [vm:509  :0]   | remote memory write by ucp_put* from host memory to cuda/dev[1] |
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | Range  |    Description     |              Config               |
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   | 0..inf | software emulation | tcp/lo                            |
+[1796037887.8] [vm:509  :0]   +--------+--------------------+-----------------------------------+
+[1796037887.8] [vm:509  :0]   +------------+--------------------+---------------+
+[1796037887.8] [vm:509  :0]   | lanes-source-509 intra-node cfg#2               |
+[1796037887.8] [vm:509  :0]   | active message by ucp_am_send* from host memory |
+[1796037887.8] [vm:509  :0]   +------------+--------------------+---------------+
+[1796037887.8] [vm:509  :0]   |   Range    |    Description     |    Config     |
+[1796037887.8] [vm:509  :0]   +------------+--------------------+---------------+
+[1796037887.8] [vm:509  :0]   |          0 | short              | tcp/lo        |
+[1796037887.8] [vm:509  :0]   |   1..16515 | zero-copy          | tcp/lo        |
+[1796037887.8] [vm:509  :0]   | 16516..inf | multi-frag copy-in | tcp/lo        |
+[1796037887.8] [vm:509  :0]   +------------+--------------------+---------------+
+[1796037887.8] [vm:509  :0]   +-------------+--------------------+---------------------+
+[1796037887.8] [vm:509  :0]   | lanes-source-509 intra-node cfg#2                      |
+[1796037887.8] [vm:509  :0]   | active message by ucp_am_send*(multi) from host memory |
+[1796037887.8] [vm:509  :0]   +-------------+--------------------+---------------------+
+[1796037887.8] [vm:509  :0]   |    Range    |    Description     |       Config        |
+[1796037887.8] [vm:509  :0]   +-------------+--------------------+---------------------+
+[1796037887.8] [vm:509  :0]   |     0..8184 | short              | tcp/lo              |
+[1796037887.8] [vm:509  :0]   | 8185..65528 | zero-copy          | tcp/lo              |
+[1796037887.8] [vm:509  :0]   |  65529..inf | multi-frag copy-in | tcp/lo              |
+[1796037887.8] [vm:509  :0]   +-------------+--------------------+---------------------+
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------------------+
+[1796037887.8] [vm:509  :0]   | lanes-source-509 intra-node cfg#2                                    |
+[1796037887.8] [vm:509  :0]   | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[1] |
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------------------+
+[1796037887.8] [vm:509  :0]   | Range  | Description |                    Config                     |
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------------------+
+[1796037887.8] [vm:509  :0]   | 0..inf | zero-copy   | cuda_ipc/cuda                                 |
+[1796037887.8] [vm:509  :0]   +--------+-------------+-----------------------------------------------+
+"""
+#: Where UCX does not know which device it is, and sends several otherwise than one.
+WITHOUT_A_NAME = """
 [1795989601.176884] [host:1:0]   ucp_worker.c:1997 UCX  INFO  rma_am(tcp/lo)
 +-----------+-------------+---------------+
 | prefill-0 intra-node cfg#1              |
-| remote memory write by ucp_put* from cuda/GPU0 memory to cuda/GPU1 |
+| remote memory write by ucp_put* from cuda memory to cuda |
++-----------+-------------+---------------+
+| Range     | Description | Config        |
++-----------+-------------+---------------+
+| 0..inf    | zero-copy   | cuda_ipc/cuda |
++-----------+-------------+---------------+
++-----------+-------------+---------------+
+| prefill-0 intra-node cfg#1              |
+| remote memory write by ucp_put*(multi) from cuda memory to cuda |
 +-----------+-------------+---------------+
 | Range     | Description | Config        |
 +-----------+-------------+---------------+
@@ -32,23 +88,62 @@ ON_DEVICE = """
 +-----------+-------------+---------------+
 +-----------+-------------+---------------+
 | prefill-0 intra-node cfg#1              |
-| remote memory write by ucp_put*(multi) from cuda/GPU0 memory to cuda/GPU1 |
+| remote memory write by ucp_put*(fast-completion) from cuda memory to cuda |
 +-----------+-------------+---------------+
 | Range     | Description | Config        |
 +-----------+-------------+---------------+
-| 0..8184   | short       | tcp/lo        |
-| 8185..inf | copy-in     | tcp/lo        |
+| 0..inf    | copy-in     | tcp/lo        |
++-----------+-------------+---------------+
++-----------+-------------+---------------+
+| prefill-0 intra-node cfg#1              |
+| active message by ucp_am_send* from cuda/GPU0 |
++-----------+-------------+---------------+
+| Range     | Description | Config        |
++-----------+-------------+---------------+
+| 0         | short       | tcp/lo        |
 +-----------+-------------+---------------+
 """
+NOTES = [
+    Lane("note", "host", "host", 0, 0, "tcp/lo", "short"),
+    Lane("note", "host", "host", 1, 16515, "tcp/lo", "zero-copy"),
+    Lane("note", "host", "host", 16516, None, "tcp/lo", "multi-frag copy-in"),
+]
 
 
 def test_tables_are_read():
     assert lanes.read(ON_DEVICE + ON_DEVICE) == [
+        Lane("write", "host", "host", 0, None, "cma/memory", "zero-copy"),
+        Lane("write", "host", "cuda", 0, None, "tcp/lo", "software emulation"),
+        *NOTES,
+        Lane("write", "cuda", "cuda", 0, None, "cuda_ipc/cuda", "zero-copy"),
+    ]
+
+
+def test_between_memories_of_two_kinds_nothing_of_ours_goes():
+    found = lanes.taken(ON_DEVICE, "cuda")
+    assert found == [*NOTES, Lane("write", "cuda", "cuda", 0, None, "cuda_ipc/cuda", "zero-copy")]
+
+
+def test_what_is_posted_is_one_of_several():
+    """How UCX would send one alone is not what happens, whatever comes first."""
+    of_several = [
         Lane("write", "cuda", "cuda", 0, 8184, "tcp/lo", "short"),
         Lane("write", "cuda", "cuda", 8185, 1 << 20, "cuda_ipc/cuda", "zero-copy"),
         Lane("write", "cuda", "cuda", 1025 << 10, None, "52% on tcp/lo and 48% on tcp/eth0", "software emulation"),
-        Lane("write (multi)", "cuda", "cuda", 8185, None, "tcp/lo", "copy-in"),
+        Lane("note", "cuda", "host", 0, 0, "tcp/lo", "short"),
     ]
+    assert lanes.read(WITHOUT_A_NAME) == lanes.read(WITHOUT_A_NAME * 2) == of_several
+
+
+def test_where_only_one_alone_is_told_that_is_it():
+    alone = WITHOUT_A_NAME[: WITHOUT_A_NAME.index("(multi)")].rpartition("+--")[0]
+    assert lanes.read(alone) == [Lane("write", "cuda", "cuda", 0, None, "cuda_ipc/cuda", "zero-copy")]
+
+
+def test_of_writes_in_words_that_are_not_known_nothing_is_said():
+    """Rather than of others, by which no byte goes."""
+    with pytest.raises(TransportError, match="did not say by which way from cuda to cuda memory"):
+        lanes.taken(ON_DEVICE.replace("from cuda/GPU0", "out of cuda/GPU0"), "cuda")
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n| a | b |", "+--+\n| | |\n", "| x | y | z |\n" * 3])
@@ -58,7 +153,7 @@ def test_what_is_no_table_is_passed_over(text):
 
 def test_a_size_that_cannot_be_read_is_said():
     with pytest.raises(TransportError, match="several"):
-        lanes.read(ON_DEVICE.replace("8185..1M", "8185..several"))
+        lanes.read(ON_DEVICE.replace("1..16515", "1..several"))
 
 
 def writes(options, nbytes=1 << 20):

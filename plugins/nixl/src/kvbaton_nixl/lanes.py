@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,9 @@ BOUND = 60.0
 #: Bytes of the writes: of a note, of a short segment, of a part.
 SIZES = (8, 64 << 10, 4 << 20)
 
-_WRITE = re.compile(r"remote memory write by \w+\*?(\(\S+\))? from (\w+)\S* memory to (\w+)")
-_NOTE = re.compile(r"active message by \w+\*? from (\w+)\S* memory$")
+# UCX names memory as "host memory", and as "cuda/GPU0" or "cuda/dev[1]" where it knows the device
+_WRITE = re.compile(r"remote memory write by \w+\*?(?:\((\S+)\))? from (\w+)\S*(?: memory)? to (\w+)")
+_NOTE = re.compile(r"active message by \w+\*? from (\w+)\S*(?: memory)?$")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _BYTES = re.compile(r"(\d+)([KMGT]?)B?")
 
@@ -42,25 +42,43 @@ _BYTES = re.compile(r"(\d+)([KMGT]?)B?")
 def read(text: str) -> list[Lane]:
     """The lanes that UCX's tables name for writes, and for the notes behind them, to another process.
 
-    Its own order; each once.  What is no table is passed over.
+    Its own order; each once.  What is no table is passed over.  NIXL posts every write as one of several: where UCX has
+    said how it sends those, that is what happens, and how it would send one alone is not.
     """
     found: dict[Lane, None] = {}
+    several: set[Lane] = set()
     for title, rows in _tables(text.splitlines()):
         endpoint, _, operation = title.partition("\n")
         if " self " in endpoint:
             continue  # an agent to itself: nothing of ours goes there
         write, note = _WRITE.search(operation), _NOTE.search(operation)
-        if write is not None:
-            what, source, target = "write" + (f" {write[1]}" if write[1] else ""), write[2], write[3]
+        how = write[1] or "" if write is not None else ""
+        if write is not None and (not how or "multi" in how):
+            what, source, target = "write", write[2], write[3]
         elif note is not None:
             what, source, target = "note", note[1], "host"
         else:
             continue
-        for extent, method, lane in rows:
-            first, last = _extent(extent)
-            found[Lane(what, source, target, first, last, lane, method)] = None
-    # how UCX means to send several at once is worth a line only where it differs
-    return [lane for lane in found if " " not in lane.operation or replace(lane, operation="write") not in found]
+        lanes = [Lane(what, source, target, *_extent(extent), lane, method) for extent, method, lane in rows]
+        found.update(dict.fromkeys(lanes))
+        several.update(lanes if how else ())
+    known = {(lane.source, lane.target) for lane in several}
+    return [
+        lane for lane in found
+        if lane.operation != "write" or lane in several or (lane.source, lane.target) not in known
+    ]  # fmt: skip
+
+
+def taken(text: str, kind: MemoryKind) -> list[Lane]:
+    """Of what :func:`read` finds that by which anything of ours goes: writes from such memory to such, and notes.
+
+    UCX also says how it would write between memories of two kinds, which a connector never does.  Raises
+    :class:`~kvbaton.errors.TransportError` where it is not said how writes of ours go: others' prove nothing.
+    """
+    lanes = [lane for lane in read(text) if lane.operation != "write" or (lane.source, lane.target) == (kind, kind)]
+    if not any(lane.operation == "write" for lane in lanes):
+        raise TransportError(f"bytes were written, but UCX did not say by which way from {kind} to {kind} memory")
+    return lanes
 
 
 def _tables(lines: Iterable[str]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -119,10 +137,7 @@ def look(options: NixlOptions, kind: MemoryKind = "host", device: int = 0) -> li
             raise TransportError(f"nothing was written from one process to another within {BOUND:g} s") from None
     if source.returncode:
         raise TransportError(f"no lane: one process could not write to another: {_last(said)}")
-    lanes = read(said)
-    if not lanes:
-        raise TransportError(f"bytes were written, but UCX did not say by which way: {_last(said)}")
-    return lanes
+    return taken(said, kind)
 
 
 @contextlib.contextmanager
