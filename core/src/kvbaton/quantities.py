@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """``0 ms``, ``41.2 us``, ``12.5 ms``, ``1.25 s``."""
+    """``0 ms``, ``41.2 us``, ``12.5 ms``, ``1.25 s``, ``48.7 s``; whole seconds without a point."""
     if seconds >= 10.0:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.1f} s".replace(".0 s", " s")
     if seconds >= 1.0:
         return f"{seconds:.2f} s".replace(".00 s", " s")
     if seconds >= 0.1 or not seconds:
@@ -25,7 +25,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Bytes per second: ``8.1 GB/s``, or in MB/s below a tenth of one."""
+    """Bytes per second: ``8.1 GB/s``, in MB/s below a tenth of one, in TB/s from a thousand: ten columns at most."""
+    if value >= 999.95e9:
+        return f"{value / 1e12:.2f} TB/s"
     return f"{value / 1e9:.1f} GB/s" if value >= 1e8 else f"{value / 1e6:.1f} MB/s"
 
 

@@ -93,7 +93,7 @@ def breaks(options, kind):
 @pytest.mark.parametrize(
     ("plugin", "arguments", "status", "says"),
     [
-        (Plugin(None), (), 2, "mine does not say"),
+        (Plugin(None), (), 2, "mine does not say by which ways it moves bytes; kvbaton doctor mine tries it"),
         (Plugin(fails), (), 1, "no lane: nothing was written"),
         (Plugin(breaks), (), 1, "RuntimeError: its library is gone. kvbaton doctor mine"),
         (Plugin(), ("--memory", "cuda"), 2, "moves host memory only"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvbaton.cli import doctor as command
@@ -75,6 +76,26 @@ def test_everything_is_shown_within_eighty_columns(monkeypatch):
         "degraded: nixl (chosen by auto):",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_the_longest_figures_stand_in_one_line_each_below_one_heading():
+    measured = [
+        Measured(nbytes, *ends, 9, took, per_second, copy, copied)
+        for ends in (("prefill-0", "decode-0"), ("decode-0", "prefill-0"))
+        for nbytes, took, per_second, copy, copied in (
+            (4096, 890.8e-6, 99.9e6, 10.5e-6, 0.4e9), (1 << 24, 139.3e-6, 120.5e9, 15.2e-6, 1101.2e9),
+            (1 << 20, 139.3e-6, 999.94e9, 806.1e-6, 999.94e9),
+        )
+    ]  # fmt: skip
+    console = Console(width=80, highlight=False)
+    with console.capture() as shown:
+        console.print(command._measured(measured[:-1]))
+    heading, small, large, other = shown.get().splitlines()
+    assert " ".join(heading.split()) == "to decode-0 to prefill-0 copying"
+    assert " ".join(small.split()) == "4 KiB 890.8 us 99.9 MB/s 890.8 us 99.9 MB/s 10.5 us 0.4 GB/s"
+    assert " ".join(large.split()) == "16 MiB 139.3 us 120.5 GB/s 139.3 us 120.5 GB/s 15.2 us 1.10 TB/s"
+    assert " ".join(other.split()) == "1 MiB 139.3 us 999.9 GB/s 806.1 us 999.9 GB/s"
+    assert heading.index("to decode-0") + len("to decode-0") == small.index("99.9 MB/s") + len("99.9 MB/s")
 
 
 def test_json_is_the_report(monkeypatch):

@@ -121,7 +121,7 @@ def test_tables_are_read():
 
 def test_between_memories_of_two_kinds_nothing_of_ours_goes():
     found = lanes.taken(ON_DEVICE, "cuda")
-    assert found == [*NOTES, Lane("write", "cuda", "cuda", 0, None, "cuda_ipc/cuda", "zero-copy")]
+    assert found == [Lane("write", "cuda", "cuda", 0, None, "cuda_ipc/cuda", "zero-copy"), *NOTES]
 
 
 def test_what_is_posted_is_one_of_several():

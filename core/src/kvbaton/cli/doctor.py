@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -106,17 +106,17 @@ def _show(report: Report, console: Console) -> None:
     for note in report.notes:
         _note(console, note)
     _heading(console, "transports", f"for {report.chosen.memory} memory between processes")
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for index in range(4):
-        table.add_column(overflow="fold", no_wrap=index < 2)
+    names = max((len(one.name) for one in report.transports), default=0)
     for one in report.transports:
         word, style = ("no", "red") if one.reach is None else ("yes", "green")
         why = ": ".join(part for part in (one.reason, one.remedy) if part)
         if one.reach == "same_process":
             word, style, why = "no", "yellow", "not between processes: within one only"
         source = " ".join(part for part in (one.distribution, one.version) if part)
-        table.add_row(f"  {escape(one.name)}", f"[{style}]{word}[/]", escape(source), escape(why))
-    console.print(table)
+        gap = " " * (names - len(one.name))
+        _hang(console, f"{escape(one.name)}{gap}  [{style}]{word:<3}[/]  {escape(source)}", 2)
+        if why:
+            _hang(console, escape(why), 6)
     for one in report.transports:
         if one.trial is not None:
             _show_trial(console, one)
@@ -135,17 +135,7 @@ def _show_trial(console: Console, one: Transport) -> None:
     between = "two threads of one process" if one.reach == "same_process" else "two processes"
     _heading(console, one.name, f"{between}, {trial.memory} memory{where}, {trial.seconds:.1f} s")
     if trial.measured:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for _ in range(6):
-            table.add_column(justify="right", no_wrap=True)
-        names = [f"to {target}" for target in dict.fromkeys(one.target for one in trial.measured)]
-        table.add_row("", *[cell for name in names for cell in (name, "")], "copying", "", style="dim")
-        for nbytes in dict.fromkeys(one.nbytes for one in trial.measured):
-            ways = [found for found in trial.measured if found.nbytes == nbytes]
-            cells = [cell for way in ways for cell in _figures(way.seconds, way.rate)]
-            cells += [""] * (2 * (len(names) - len(ways)))
-            table.add_row(f"  {_size(nbytes)}", *cells, *_figures(*_copying(ways)))
-        console.print(table)
+        console.print(_measured(trial.measured))
     if trial.lanes:
         words = [f"{lane.operation} {lane.lane}" for lane in trial.lanes]
         _hang(console, f"ways: {escape(', '.join(dict.fromkeys(words)))}", 2)
@@ -156,6 +146,32 @@ def _show_trial(console: Console, one: Transport) -> None:
     _hang(console, f"[{_STYLES[standing]}]{standing}[/]{text}", 2)
     for finding in one.verdict.findings:
         _finding(console, one.name, finding)
+
+
+def _measured(measured: Sequence[Measured]) -> Table:
+    """A row for each size; for each direction, and for copying, what it took and the rate, below one heading."""
+    sizes = list(dict.fromkeys(one.nbytes for one in measured))
+    columns = {
+        f"to {target}": {one.nbytes: (one.seconds, one.rate) for one in measured if one.target == target}
+        for target in dict.fromkeys(one.target for one in measured)
+    }
+    best = [max((one for one in measured if one.nbytes == nbytes), key=lambda one: one.copy_rate) for nbytes in sizes]
+    columns["copying"] = {one.nbytes: (one.copy_seconds, one.copy_rate) for one in best}
+    table = Table.grid(padding=(0, 3, 0, 0))
+    for _ in range(1 + len(columns)):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("", *columns, style="dim")
+    cells = {
+        name: {nbytes: (duration(of[0]), rate(of[1])) for nbytes, of in by.items()} for name, by in columns.items()
+    }
+    for nbytes in sizes:
+        row = []
+        for by in cells.values():
+            wide = max(len(per_second) for _, per_second in by.values())
+            took, per_second = by.get(nbytes, ("", ""))
+            row.append(f"{took}  {per_second:>{wide}}" if took else "")
+        table.add_row(f"  {_size(nbytes)}", *row)
+    return table
 
 
 def _finding(console: Console, name: str, finding: Finding) -> None:
@@ -272,12 +288,3 @@ def _limit_bytes(value: int | None) -> str:
 
 def _size(value: int | None) -> str:
     return "unknown" if value is None else size(value)
-
-
-def _figures(seconds: float, per_second: float) -> tuple[str, str]:
-    return duration(seconds), rate(per_second)
-
-
-def _copying(ways: Sequence[Measured]) -> tuple[Any, Any]:
-    best = max(ways, key=lambda way: way.copy_rate)
-    return best.copy_seconds, best.copy_rate

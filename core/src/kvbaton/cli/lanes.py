@@ -20,7 +20,7 @@ def show(name: str, options: Mapping[str, Any], memory: str, *, as_json: bool) -
     """Ask the transport and print what it says.
 
     Raises what :func:`~kvbaton.plugins.choose_connector` does, :class:`~kvbaton.errors.SettingsError` for memory that
-    there is not, :class:`~kvbaton.errors.CapabilityError` for a transport that has no choice to tell of, and
+    there is not, :class:`~kvbaton.errors.CapabilityError` for a transport that does not tell, and
     :class:`~kvbaton.errors.TransportError` where no byte went.
     """
     kinds: dict[str, MemoryKind] = {"host": "host", "cuda": "cuda"}
@@ -30,7 +30,8 @@ def show(name: str, options: Mapping[str, Any], memory: str, *, as_json: bool) -
     plugin, valid = choose_connector(name, Need(kind, "cross_process"), options)
     if not isinstance(plugin, WithLanes):
         raise CapabilityError(
-            f"transport {plugin.name} does not say by which ways it moves bytes: it has one", capability="lanes"
+            f"transport {plugin.name} does not say by which ways it moves bytes; kvbaton doctor {plugin.name} tries it",
+            capability="lanes",
         )
     try:
         lanes = plugin.lanes(valid, kind)

@@ -95,7 +95,7 @@ def _shares(done: Sequence[RequestLine]) -> str:
         return "<p>No request has ended.</p>"
     most = sorted(shares, key=lambda share: -share[2])
     whole = sum(seconds for _, seconds, _ in shares)
-    words = ", ".join(f"{part:.0%} in <b>{escape(name)}</b>" for name, _, part in most[:3])
+    words = ", ".join(f"{part:.0%} in <b>{escape(name)}</b>" for name, _, part in most[:3] if part >= 0.005)
     rows = [
         ((f'<span class="key p-{escape(name)}"></span>{escape(name)}', "raw"), milliseconds(seconds), f"{part:.1%}",
          (escape(PHASES[name]), "raw wide"))

@@ -78,7 +78,7 @@ def taken(text: str, kind: MemoryKind) -> list[Lane]:
     lanes = [lane for lane in read(text) if lane.operation != "write" or (lane.source, lane.target) == (kind, kind)]
     if not any(lane.operation == "write" for lane in lanes):
         raise TransportError(f"bytes were written, but UCX did not say by which way from {kind} to {kind} memory")
-    return lanes
+    return sorted(lanes, key=lambda lane: lane.operation != "write")  # what moves bytes first
 
 
 def _tables(lines: Iterable[str]) -> Iterator[tuple[str, list[list[str]]]]:
