@@ -76,6 +76,8 @@ def test_everything_is_shown_within_eighty_columns(monkeypatch):
         "degraded: nixl (chosen by auto):",
     ):  # fmt: skip
         assert part in text, part
+    lines = [line.rstrip() for line in ran.stdout.splitlines()]
+    assert lines[lines.index("  other[x]  no   kvbaton-a-rather-long-name 0.1.0") + 1] == "      not here: install it"
 
 
 def test_the_longest_figures_stand_in_one_line_each_below_one_heading():

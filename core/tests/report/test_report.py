@@ -102,6 +102,14 @@ def read(text: str) -> Reader:
     return reader
 
 
+def test_a_phase_that_took_next_to_nothing_is_not_named_as_0_percent() -> None:
+    line = request(0)
+    phases = line.generations[0].phases
+    phases[-1] = Span(phases[-1].name, phases[-1].began, 30.0)
+    text = " ".join("".join(read(page(run(line), "a run")).text).split())
+    assert "on average: 100% in decode." in text
+
+
 @pytest.mark.parametrize("count", [0, 1, 32, 500])
 def test_it_is_one_whole_page_for_however_many_requests(count: int) -> None:
     reader = read(page(run(*(request(number) for number in range(count))), "a run"))
