@@ -3,7 +3,8 @@
 The ways take turns, at the source:
 
 - ``kvbaton``: chunks through the guard and the connector; over when the last receipt has been passed on *at the
-  target*, which tells the source by a pipe; and ``kvbaton-done``, the same until the last completion at the source;
+  target*, by the clock that processes of one host share; and ``kvbaton-done``, the same until the last completion at
+  the source, which polls before the first chunk, too, as a stage's pump does that has something under way;
 - ``kernel``: the transport's own kernel over a mapping of its own, one launch for each chunk, its tables on the device
   beforehand, nobody told;
 - ``engine``: one copy by the driver for each segment, over that mapping;
@@ -34,6 +35,7 @@ import numpy as np
 from nixl_pair import CHUNK_BYTES, Memory, Shape, answer, guarded, hand_over, wait_until_up
 
 from kvbaton.connector import Endpoint
+from kvbaton.segments import Segments
 
 WAYS = ("kvbaton", "kvbaton-done", "kernel", "engine", "ucxx", "copy")
 #: Ways that pay for each segment: not asked for more than so many.
@@ -106,7 +108,7 @@ def target(pipe: Any, device: int, nbytes: int, options: Mapping[str, Any]) -> N
         if progress.receipts:
             wanted -= len(progress.receipts)
             if wanted == 0:
-                pipe.send_bytes(b"r")
+                pipe.send(time.perf_counter())
             continue
         idle += 1
         if wanted == 0 or idle % 64 == 0:
@@ -145,7 +147,7 @@ class Source:
         import torch
 
         from kvbaton_cuda_ipc import cuda_ipc, driver
-        from kvbaton_cuda_ipc.mover import kernels
+        from kvbaton_cuda_ipc.kernels import kernels
 
         self._torch = torch
         self._pipe = pipe
@@ -159,7 +161,7 @@ class Source:
         pipe.send((self.guard.endpoint().encode(), self._ucx.address))
         self._there = cuda.open(handle) + offset
         self._ucx.meet(address)
-        self._kernels = kernels(device)
+        self._kernels = kernels(cuda, device)
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
         theirs = Endpoint.decode(endpoint)
         self._peer = theirs.peer
@@ -192,10 +194,7 @@ class Source:
         if programs is None:
             programs = PROGRAMS * torch.cuda.get_device_properties(self.memory.device).multi_processor_count
         base = self.memory.region.address
-        self._plans = [
-            scatter.plan(base + reads.offset, self._there + writes.offset, reads.length, programs)
-            for reads, writes in self._batches
-        ]
+        self._plans = [scatter.plan(self._runs(base, reads, writes), programs) for reads, writes in self._batches]
         self._tables = [torch.from_numpy(plan.table).to(self.memory.owner.device) for plan in self._plans]
         self._copies = (
             (base + shape.reads * length).tolist(), (self._there + shape.writes * length).tolist(), length
@@ -222,6 +221,9 @@ class Source:
             if wrong:
                 raise RuntimeError(f"T3: {way}: {wrong} bytes of {count} x {length} are wrong")
         return able
+
+    def _runs(self, base: int, reads: Segments, writes: Segments) -> np.ndarray:
+        return np.stack((base + reads.offset, self._there + writes.offset, reads.length))
 
     def turn(self, way: str) -> float:
         """Move everything once; seconds."""
@@ -255,7 +257,7 @@ class Source:
         """Where the time of a hand-off goes, medians in microseconds.  Of the source's thread: a chunk in ``submit``;
         what moves bytes being started, which several chunks may share, and within that its plan, the upload of its
         table and the call that launches it; from the first call until the first launch has been begun (``first``); from
-        the last completion until the target's word that it has the last receipt has come back (``tail``).  Of the
+        the last completion here until the target has passed on the last receipt (``tail``).  Of the
         device: one launch of a chunk alone (``launch``)."""
         guard = self.guard
         mover = guard._connector._mover  # type: ignore[attr-defined]
@@ -304,17 +306,23 @@ class Source:
 
     def _by_kvbaton(self) -> tuple[float, float]:
         """Seconds until the target had the last receipt, and until the last completion here."""
-        self._ask("expect", len(self._batches))
         guard, pipe = self.guard, self._pipe
+        self._ask_polling("expect", len(self._batches))
         self._began = time.perf_counter()
         transfer = hand_over(guard, self._peer, self._batches, lambda: None)
         done = time.perf_counter() - self._began
         while not pipe.poll(0):
             guard.poll()
-        received = time.perf_counter() - self._began
-        pipe.recv_bytes()
+        received = float(answer(pipe)) - self._began
         guard.acknowledge(transfer)
         return received, done
+
+    def _ask_polling(self, *words: Any) -> Any:
+        """As a stage's pump does that has something under way: it does not sleep until there is more."""
+        self._pipe.send(words)
+        while not self._pipe.poll(0):
+            self.guard.poll()
+        return answer(self._pipe)
 
     def _by_kernel(self) -> float:
         start = time.perf_counter()
@@ -408,7 +416,7 @@ class Source:
         for name, work in works.items():
             alone, _ = timed(work, None, None)
             for count in programs:
-                plan = scatter.plan(base + reads.offset, self._there + writes.offset, reads.length, count)
+                plan = scatter.plan(self._runs(base, reads, writes), count)
                 table = torch.from_numpy(plan.table).to(self.memory.owner.device)
                 torch.cuda.synchronize(self.memory.device)
                 slowed, rate = timed(work, plan, table)

@@ -149,14 +149,14 @@ def hand_over(
 ) -> TransferId:
     """Submit everything and poll until the source knows it done; ``idle`` is called whenever nothing was."""
     transfer = new_transfer_id()
-    waiting = [
+    left = len(batches)
+    coming = (
         Chunk(transfer, sequence, peer, source, goal, source.nbytes) for sequence, (source, goal) in enumerate(batches)
-    ]
-    waiting.reverse()
-    left = len(waiting)
+    )
+    chunk = next(coming, None)
     while left:
-        while waiting and guard.submit(waiting[-1]):
-            waiting.pop()
+        while chunk is not None and guard.submit(chunk):
+            chunk = next(coming, None)
         done = guard.poll().completions
         for completion in done:
             if completion.outcome.value != "done":

@@ -132,11 +132,14 @@ class FakeMover:
         #: What :meth:`settle` answers.
         self.answers = True
 
-    def start(self, source, target, length):
+    def room(self, rows):
+        return np.empty((3, rows), np.int64)
+
+    def start(self, runs):
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
-        runs = list(zip(*(np.asarray(column).tolist() for column in (source, target, length)), strict=True))
+        runs = runs.T.tolist()
         copy = _Copy(self.cuda, runs, self.patience)
         self.copies = deque(one for one in self.copies if not one.over)
         self.copies.append(copy)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvbaton.errors import TransportError
 from kvbaton_conformance.exits import CASES, CLOSES, Way, end_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -14,7 +15,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 ROOM = 64 << 20
 POISON = 200
 #: Runs, the longest of them in bytes, and what addresses and lengths are multiples of.
-SHAPES = [(42, 1 << 20, 16), (700, 40000, 16), (2000, 5000, 16), (3000, 700, 16), (300, 100000, 1), (3000, 40, 1)]
+SHAPES = [
+    (42, 1 << 20, 16), (700, 40000, 16), (1500, 16384, 16), (2000, 5000, 16), (3000, 700, 16), (300, 100000, 1),
+    (3000, 40, 1),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -68,13 +72,66 @@ def test_every_byte_and_no_other(cuda, memory, runs, longest, align, options):
     lengths = (draw.integers(1, longest, runs) + align - 1) // align * align
     reads, writes = places(draw, lengths, align), places(draw, lengths, align)
     ours = mover(cuda, **options)
-    over(ours.start(source.data_ptr() + reads, target.data_ptr() + writes, lengths))
+    over(ours.start(np.stack((source.data_ptr() + reads, target.data_ptr() + writes, lengths))))
     expected = np.full(ROOM, POISON, np.uint8)
     held = source.cpu().numpy()
     for read, write, length in zip(reads.tolist(), writes.tolist(), lengths.tolist(), strict=True):
         expected[write : write + length] = held[read : read + length]
     assert np.array_equal(target.cpu().numpy(), expected)
     ours.close()
+
+
+@pytest.mark.clause("T3")
+def test_the_driver_launches_what_triton_compiles_as_we_know_it(cuda):
+    """Else the transport works, and each launch costs more."""
+    from kvbaton_cuda_ipc.kernels import kernels
+
+    assert kernels(cuda, 0).indirect == ""
+
+
+@pytest.mark.clause("T3")
+def test_what_the_driver_cannot_be_handed_goes_by_triton(cuda, monkeypatch):
+    from kvbaton_cuda_ipc import kernels
+
+    monkeypatch.setattr(kernels, "_PARAMETERS", ["u64"] * 6)
+    made = kernels.Kernels(cuda)
+    made.compile()
+    assert "u32" in made.indirect
+    for rows, words in kernels.scatter.TILES:
+        proof = kernels.Proof(rows, words)
+        proof.by(lambda plan, table: made.run(plan, table, torch.cuda.current_stream().cuda_stream))
+        assert proof.holds()
+
+
+@pytest.mark.clause("T3")
+def test_a_kernel_that_moves_wrong_bytes_is_not_used(cuda, monkeypatch):
+    from kvbaton_cuda_ipc import kernels
+
+    monkeypatch.setattr(kernels.scatter, "launch", lambda plan, table: None)
+    with pytest.raises(TransportError, match=r"triton \d.*wrong bytes.*install another version"):
+        kernels.Kernels(cuda).compile()
+
+
+@pytest.mark.clause("T5")
+def test_an_event_is_used_again_only_once_it_was_seen(cuda):
+    """One that was seen stays over, whatever its successor waits for."""
+    from kvbaton_cuda_ipc.mover import Events
+
+    stream = torch.cuda.Stream()
+    events = Events(cuda)
+    first = events.record(stream.cuda_stream)
+    over(first)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 30)
+    second = events.record(stream.cuda_stream)
+    assert first.query()
+    assert not second.query()
+    third = events.record(stream.cuda_stream)
+    over(third)
+    assert second.query()
+    assert len(events._made) == 2
+    events.close()
+    assert third.query()
 
 
 @pytest.mark.clause("T3")
@@ -88,9 +145,10 @@ def test_tables_are_not_written_while_they_are_read(cuda, memory):
     events = []
     for first in range(0, cells, 64):
         writes = np.arange(first, min(first + 64, cells))
-        lengths = np.full(len(writes), length)
-        reads = order[writes]
-        events.append(ours.start(source.data_ptr() + reads * length, target.data_ptr() + writes * length, lengths))
+        runs = ours.room(len(writes))
+        runs[0], runs[1] = source.data_ptr() + order[writes] * length, target.data_ptr() + writes * length
+        runs[2] = length
+        events.append(ours.start(runs))
     for event in events:
         over(event)
     there = torch.from_numpy(order).to("cuda")

@@ -656,14 +656,14 @@ def test_the_fake_really_writes_where_it_says():
     source, target = np.arange(64, dtype=np.uint8), np.zeros(4096, np.uint8)
     base = cuda.open(cuda.export(target.ctypes.data))
     mover = FakeMover(cuda, patience=None)
-    column = [np.array([value], np.int64) for value in (source.ctypes.data, base + 8, 64)]
-    copy = mover.start(*column)
+    runs = np.array([[source.ctypes.data], [base + 8], [64]])
+    copy = mover.start(runs)
     assert not copy.query()
     assert not target.any()
     mover.finish()
     assert copy.query()
     assert target[8:72].tolist() == source.tolist()
-    late = mover.start(*column)
+    late = mover.start(runs)
     cuda.close(base)
     with pytest.raises(KeyError):
         late.finish()

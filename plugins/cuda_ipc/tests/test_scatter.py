@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def runs(draw):
 
 
 def run(scatter, given, programs):
-    plan = scatter.plan(*given.columns(), programs)
+    plan = scatter.plan(np.stack(given.columns()), programs)
     assert 1 <= plan.programs <= programs
     scatter._scatter[(plan.programs,)](*scatter.arguments(plan, torch.from_numpy(plan.table)))
     return plan
@@ -101,14 +102,14 @@ def test_every_byte_goes_where_it_should_and_no_other_changes(scatter, given_run
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_a_plan_covers_every_byte_once(scatter, given_runs, programs):
     """By its own rows: what the kernel makes of one is looked at above."""
-    plan = scatter.plan(*given_runs.columns(), programs)
+    plan = scatter.plan(np.stack(given_runs.columns()), programs)
     source, target, length = plan.table
     assert (length > 0).all()
     assert length.sum() == given_runs.length.sum()
     wide = slice(plan.wide)
     assert not (np.bitwise_or.reduce(plan.table[:, wide], axis=1) % 16).any()
-    assert (length[plan.wide :] <= scatter.NARROW_PIECE).all()
-    assert (length[wide] <= plan.per * plan.piece).all() or plan.tile_rows > 1
+    assert length[plan.wide :].max(initial=0) == plan.narrow <= scatter.NARROW_PIECE
+    assert (length[wide] <= plan.per * plan.piece).all()
     moves = {int(to): int(start) for to, start in zip(given_runs.columns()[1], given_runs.columns()[0], strict=True)}
     starts = sorted(moves)
     at = np.searchsorted(starts, target, side="right") - 1
@@ -119,12 +120,32 @@ def test_a_plan_covers_every_byte_once(scatter, given_runs, programs):
 
 
 @pytest.mark.clause("T3")
+@given(given_runs=runs(), programs=st.integers(1, 600))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+def test_a_plan_may_be_written_over_the_runs_that_it_is_of(scatter, given_runs, programs):
+    """As a mover has it: one table, in which the runs are, and which is given again."""
+    given = np.stack(given_runs.columns())
+    apart = scatter.plan(given.copy(), programs)
+    memory = np.zeros((1, 3 * 4 * max(len(given[0]), apart.rows)), np.int64)[0]
+
+    def room(rows):
+        return memory[: 3 * rows].reshape(3, rows)
+
+    here = room(given.shape[1])
+    here[:] = given
+    plan = scatter.plan(here, programs, room)
+    assert np.array_equal(plan.table, apart.table)
+    assert np.shares_memory(plan.table, memory)
+    assert replace(plan, table=apart.table) == replace(apart, table=apart.table)
+
+
+@pytest.mark.clause("T3")
 def test_offsets_beyond_32_bits_are_kept(scatter):
     """Addresses of a pool of many GiB, and one run that is longer than 4 GiB."""
     base = 1 << 45
     source = np.array([base, base + (11 << 30)], np.int64)
     length = np.array([(9 << 30) + 48, 1 << 30], np.int64)
-    plan = scatter.plan(source, source + (1 << 40), length, 528)
+    plan = scatter.plan(np.stack((source, source + (1 << 40), length)), 528)
     assert plan.piece == scatter.MAX_PIECE
     assert int(plan.table[2].sum()) == int(length.sum())
     assert (plan.table[1] - plan.table[0] == 1 << 40).all()
@@ -139,7 +160,7 @@ def test_unequal_runs_are_cut_into_even_pieces(scatter, lengths):
     """Whatever the lengths, there are not many more pieces than bytes ask for, and none is much larger than others."""
     length = np.array(lengths, np.int64)
     offset = np.concatenate(([0], length[:-1].cumsum()))
-    plan = scatter.plan(offset + (1 << 40), offset + (1 << 41), length, 528)
+    plan = scatter.plan(np.stack((offset + (1 << 40), offset + (1 << 41), length)), 528)
     pieces = plan.wide * plan.per
     total = int(length.sum())
     assert pieces <= 2 * (total // scatter.MIN_PIECE + len(lengths))
@@ -149,6 +170,6 @@ def test_unequal_runs_are_cut_into_even_pieces(scatter, lengths):
 def test_alike_misaligned_ends_move_in_vectors(scatter):
     """Only the bytes before and after alignment go by themselves."""
     start = np.array([(1 << 40) + 5], np.int64)
-    plan = scatter.plan(start, start + (1 << 30), np.array([100_000], np.int64), 64)
+    plan = scatter.plan(np.stack((start, start + (1 << 30), np.array([100_000]))), 64)
     assert plan.wide == 1
     assert sorted(plan.table[2].tolist()) == [5, 11, 99_984]

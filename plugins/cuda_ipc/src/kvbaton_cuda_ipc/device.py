@@ -64,7 +64,9 @@ class DeviceSlots:
 
     def _start(self, source: Column, target: Column, segments: Segments) -> DeviceEvent:
         assert self._mover is not None
-        return self._mover.start(source, target, segments.length)
+        runs = self._mover.room(len(segments.length))
+        runs[0], runs[1], runs[2] = source, target, segments.length
+        return self._mover.start(runs)
 
     def _addresses(self, segments: Segments) -> Column:
         bases = np.array([self._bases[region] for region in segments.region.tolist()], np.int64)

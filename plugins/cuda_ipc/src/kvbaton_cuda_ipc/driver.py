@@ -26,6 +26,10 @@ _MEMORY_TYPE, _DEVICE_ORDINAL, _IPC_CAPABLE, _RANGE_START, _RANGE_SIZE = 2, 9, 1
 _DEVICE_MEMORY = 2
 # CUipcMem_flags
 _LAZY_PEER_ACCESS = 1
+# CUevent_flags
+_WITHOUT_TIMING = 2
+# CUresult
+_NOT_READY = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,11 @@ class Driver(kvbaton.cuda.Driver):
         super().__init__(library)
         library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         pointer = ctypes.c_uint64
-        library.cuMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_void_p]
+        handle, count = ctypes.c_void_p, ctypes.c_uint
+        library.cuMemcpyAsync.argtypes = [pointer, pointer, ctypes.c_size_t, handle]
+        library.cuLaunchKernel.argtypes = [handle, *[count] * 7, handle, handle, handle]
+        library.cuEventRecord.argtypes = [handle, handle]
+        library.cuEventQuery.argtypes = [handle]
 
     def devices(self) -> Sequence[bytes]:
         found = []
@@ -126,6 +134,38 @@ class Driver(kvbaton.cuda.Driver):
         status = self._library.cuMemcpyAsync(target, source, nbytes, stream)
         if status:
             self._check("cuMemcpyAsync", status)
+
+    def launch(self, function: int, programs: int, threads: int, stream: int, arguments: int) -> None:
+        """Start a kernel in the order of ``stream``.  ``arguments``: the address of an array of the addresses of its
+        arguments, which are free again afterwards."""
+        status = self._library.cuLaunchKernel(function, programs, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+        if status:
+            self._check("cuLaunchKernel", status)
+
+    def event(self) -> int:
+        """A new event; :meth:`forget` ends it."""
+        made = ctypes.c_void_p()
+        self._call("cuEventCreate", ctypes.byref(made), ctypes.c_uint(_WITHOUT_TIMING))
+        assert made.value is not None
+        return made.value
+
+    def record(self, event: int, stream: int) -> None:
+        """Put it behind all that is in the stream."""
+        status = self._library.cuEventRecord(event, stream)
+        if status:
+            self._check("cuEventRecord", status)
+
+    def reached(self, event: int) -> bool:
+        """Whether the device has come to where it was last recorded."""
+        status = self._library.cuEventQuery(event)
+        if status == _NOT_READY:
+            return False
+        if status:
+            self._check("cuEventQuery", status)
+        return True
+
+    def forget(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
 
 
 @functools.cache

@@ -151,7 +151,6 @@ class IpcConnector(ConnectorBase):
         self._cuda = cuda
         self._mover = mover
         self._wire = wire
-        self._runs = np.empty((3, GROUP_ROWS), np.int64)
         self._inflight = inflight
         self._links: dict[PeerId, _Link] = {}
         #: Links that are down, and may still be written or read through.
@@ -357,19 +356,17 @@ class IpcConnector(ConnectorBase):
         self._enter()
         assert self._book is not None
         assert link.book is not None
-        # into memory that is there: arrays as large as a group's come fresh from the system, at a fault for each page
-        if rows > self._runs.shape[1]:
-            self._runs = np.empty((3, rows), np.int64)
-        source, target, length = self._runs[:, :rows]
-        start = 0
-        for chunk in chunks:
-            end = start + len(chunk.source.length)
-            self._book.addresses(chunk.source, source[start:end])
-            link.book.addresses(chunk.target, target[start:end])
-            length[start:end] = chunk.source.length
-            start = end
         try:
-            event = self._mover.start(source, target, length)
+            runs = self._mover.room(rows)
+            source, target, length = runs
+            start = 0
+            for chunk in chunks:
+                end = start + len(chunk.source.length)
+                self._book.addresses(chunk.source, source[start:end])
+                link.book.addresses(chunk.target, target[start:end])
+                length[start:end] = chunk.source.length
+                start = end
+            event = self._mover.start(runs)
         except Exception as error:
             adrift = isinstance(error, Adrift)
             for chunk in chunks:

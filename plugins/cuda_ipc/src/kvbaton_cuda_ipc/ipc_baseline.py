@@ -17,7 +17,7 @@ from kvbaton.segments import Segments
 from kvbaton_cuda_ipc.driver import Cuda
 from kvbaton_cuda_ipc.mapping import Mapping as Mapped
 from kvbaton_cuda_ipc.mapping import Offer, offer, unreachable
-from kvbaton_cuda_ipc.mover import Column, Mover
+from kvbaton_cuda_ipc.mover import Mover, Table
 
 
 class RawKernel:
@@ -36,7 +36,7 @@ class RawKernel:
         self._here = {region.id: region.address for region in regions}
         self._mapped: Mapped | None = None
         self._theirs: Offer | None = None
-        self._launches: list[tuple[Column, Column, Column]] = []
+        self._launches: list[Table] = []
 
     def address(self) -> bytes:
         return self._offer.encode()
@@ -54,7 +54,7 @@ class RawKernel:
             self._mover = self._make()
         there = self._mapped.addresses
         self._launches = [
-            (_addresses(self._here, reads), _addresses(there, writes), reads.length.astype(np.int64))
+            np.stack((_addresses(self._here, reads), _addresses(there, writes), reads.length.astype(np.int64)))
             for reads, writes in chunks
         ]
 
@@ -66,7 +66,7 @@ class RawKernel:
 
     def move(self) -> None:
         assert self._mover is not None, "prepare_source() comes first"
-        events = [self._mover.start(*launch) for launch in self._launches]
+        events = [self._mover.start(launch) for launch in self._launches]
         for event in events:
             while not event.query():
                 pass

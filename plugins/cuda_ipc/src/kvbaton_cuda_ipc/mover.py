@@ -7,7 +7,6 @@ what was started is over when its event says so.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ from kvbaton.connector import DeviceEvent
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc.driver import Driver
 
-Column = npt.NDArray[np.int64]
+#: Three rows: source addresses, target addresses, lengths in bytes.
+Table = npt.NDArray[np.int64]
 
 #: Lanes of a connector.
 LANES = 2
@@ -40,9 +40,14 @@ class Mover(Protocol):
     Threading: one thread.
     """
 
-    def start(self, source: Column, target: Column, length: Column) -> DeviceEvent:
-        """Begin to copy ``length`` bytes from each address to the one at its index.  Never waits.  The columns are the
-        caller's again afterwards.
+    def room(self, rows: int) -> Table:
+        """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``: from there they go to the
+        device.  The caller's until then, or until the next ``room``."""
+
+    def start(self, runs: Table) -> DeviceEvent:
+        """Begin to copy from each address of the first row to the one at its index of the second so many bytes as the
+        third says.  Never waits.  ``runs``, int64 ``[3, count]``: what :meth:`room` gave, or anything else, which is
+        the caller's again afterwards.
 
         Until the event says that it is over, neither side may be touched, nor unmapped.  Raises what the device says
         where nothing was begun or everything that was begun is over; else :class:`Adrift`.
@@ -68,6 +73,8 @@ class _Table:
     def __init__(self, pinned: Any, device: Any) -> None:
         self.pinned, self.device = pinned, device
         self.host: npt.NDArray[np.int64] = pinned.numpy()
+        #: What was given of it last.
+        self.runs: Table | None = None
         self.from_address, self.to_address = pinned.data_ptr(), device.data_ptr()
         self.rows = len(self.host) // 3
 
@@ -80,6 +87,60 @@ def _tables(count: int, rows: int, device: Any) -> list[_Table]:
     return [_Table(*ends) for ends in zip(pinned, there, strict=True)]
 
 
+class _Recorded:
+    """A place in a stream, and whether the device has come there.  Its event goes back once that was seen."""
+
+    __slots__ = ("_events", "_handle")
+
+    def __init__(self, events: Events, handle: int) -> None:
+        self._events = events
+        self._handle: int | None = handle
+
+    def query(self) -> bool:
+        handle = self._handle
+        if handle is None:
+            return True
+        if not self._events.over(handle):
+            return False
+        self._handle = None
+        return True
+
+
+class Events:
+    """The driver's events, used again: to make one costs more than to record it."""
+
+    def __init__(self, cuda: Driver) -> None:
+        self._cuda = cuda
+        self._made: list[int] = []
+        self._free: list[int] = []
+        self._closed = False
+
+    def record(self, stream: int) -> DeviceEvent:
+        """Behind all that is in the stream."""
+        free = self._free
+        if not free:
+            made = self._cuda.event()
+            self._made.append(made)
+            free.append(made)
+        self._cuda.record(free[-1], stream)  # where it fails, the event stays
+        return _Recorded(self, free.pop())
+
+    def over(self, handle: int) -> bool:
+        if self._closed:
+            return True
+        if not self._cuda.reached(handle):
+            return False
+        self._free.append(handle)
+        return True
+
+    def close(self) -> None:
+        """What was recorded is over.  Idempotent."""
+        self._closed = True
+        self._free.clear()
+        while self._made:
+            self._cuda.forget(self._made.pop())
+
+
 class DeviceMover:
     """See :class:`Mover`.  ``programs``: how many the kernel may have at once; ``engine_above``: bytes of a run that
     goes to the copy engine; ``None``: what was measured."""
@@ -88,6 +149,7 @@ class DeviceMover:
         import torch
 
         from kvbaton_cuda_ipc import scatter
+        from kvbaton_cuda_ipc.kernels import kernels
 
         if programs is None:
             programs = PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -97,66 +159,71 @@ class DeviceMover:
         self._device = torch.device("cuda", device)
         self._programs = programs
         self._engine_above = ENGINE_ABOVE if engine_above is None else engine_above
-        self._kernels = kernels(device)
+        self._kernels = kernels(cuda, device)
         self._lanes = [torch.cuda.Stream(self._device) for _ in range(LANES)]
         self._streams = [lane.cuda_stream for lane in self._lanes]
         self._turn = 0
-        self._event: Any = torch.cuda.Event
+        self._events = Events(cuda)
         self._plan = scatter.plan
         self._free: list[_Table] = []
-        self._busy: deque[tuple[_Table, Any]] = deque()
+        self._busy: deque[tuple[_Table, DeviceEvent]] = deque()
+        #: Given to be written, and not started.
+        self._given: _Table | None = None
         self._figures = dict.fromkeys(
             ("launches_total", "kernel_bytes_total", "kernel_runs_total", "engine_bytes_total", "engine_runs_total"), 0
         )
         self._free += _tables(_TABLES, _ROWS, self._device)
         torch.cuda.synchronize(self._device)
 
-    def start(self, source: Column, target: Column, length: Column) -> DeviceEvent:
+    def room(self, rows: int) -> Table:
+        table = self._given
+        if table is not None:
+            self._free.append(table)
+        self._given = table = self._take(rows)
+        table.runs = runs = table.host[: 3 * rows].reshape(3, rows)
+        return runs
+
+    def start(self, runs: Table) -> DeviceEvent:
         self._turn = (self._turn + 1) % LANES
-        lane, stream = self._lanes[self._turn], self._streams[self._turn]
-        event: Any = self._event()
+        stream = self._streams[self._turn]
         table: _Table | None = None
         try:
-            if int(np.maximum.reduce(length)) >= self._engine_above:
-                source, target, length = self._by_engine(source, target, length, stream)
-            if len(length):
-                table = self._by_kernel(source, target, length, stream)
-            event.record(lane)
+            if int(np.maximum.reduce(runs[2])) >= self._engine_above:
+                runs = self._by_engine(runs, stream)
+            if runs.shape[1]:
+                table = self._by_kernel(runs, stream)
+            event = self._events.record(stream)
         except Exception as error:
             if not self.settle():
                 raise Adrift(f"T5: the device failed, and does not say what it still does: {error}") from error
             raise
         if table is not None:
             self._busy.append((table, event))
-        return event  # type: ignore[no-any-return]
+        return event
 
-    def _by_engine(self, source: Column, target: Column, length: Column, stream: int) -> tuple[Column, Column, Column]:
+    def _by_engine(self, runs: Table, stream: int) -> Table:
         """Start what the copy engine is better at; what is left."""
-        large = length >= self._engine_above
-        runs = np.flatnonzero(large)
-        for run in runs.tolist():
-            self._cuda.copy(int(target[run]), int(source[run]), int(length[run]), stream)
-        self._figures["engine_bytes_total"] += int(length[runs].sum())
-        self._figures["engine_runs_total"] += len(runs)
-        return source[~large], target[~large], length[~large]
+        large = runs[2] >= self._engine_above
+        for source, target, length in runs[:, large].T.tolist():
+            self._cuda.copy(target, source, length, stream)
+            self._figures["engine_bytes_total"] += length
+            self._figures["engine_runs_total"] += 1
+        return runs[:, ~large]
 
-    def _by_kernel(self, source: Column, target: Column, length: Column, stream: int) -> _Table:
-        taken: list[_Table] = []
-
-        def room(rows: int) -> npt.NDArray[np.int64]:
-            """The plan is written where it is uploaded from."""
-            if taken:
-                self._free.append(taken.pop())
-            taken.append(self._take(rows))
-            return taken[0].host[: 3 * rows].reshape(3, rows)
-
-        launch = self._plan(source, target, length, self._programs, room)
-        (table,) = taken
+    def _by_kernel(self, runs: Table, stream: int) -> _Table:
+        count = runs.shape[1]
+        if self._given is None or self._given.runs is not runs:
+            mine = self.room(count)
+            mine[:] = runs
+            runs = mine
+        launch = self._plan(runs, self._programs, self.room)  # in the table that was given last
+        table, self._given = self._given, None
+        assert table is not None
         self._cuda.copy(table.to_address, table.from_address, 24 * launch.rows, stream)
         self._kernels.run(launch, table.device, stream)
         figures = self._figures
         figures["launches_total"] += 1
-        figures["kernel_runs_total"] += len(length)
+        figures["kernel_runs_total"] += count
         figures["kernel_bytes_total"] += launch.nbytes
         return table
 
@@ -184,74 +251,11 @@ class DeviceMover:
         return True
 
     def figures(self) -> Mapping[str, float]:
-        return {**self._figures, "tables": len(self._free) + len(self._busy)}
+        return {**self._figures, "tables": len(self._free) + len(self._busy) + (self._given is not None)}
 
     def close(self) -> None:
+        self._given = None
         self._busy.clear()
         self._free.clear()
         self._lanes.clear()
-
-
-class Kernels:
-    """The kernel, compiled for a device: one for each shape of tile."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[int, Any] = {}
-        self._direct = False
-
-    def compile(self) -> None:
-        """For the current device.  Takes seconds the first time, on a machine that has not done it before."""
-        import torch
-
-        from kvbaton_cuda_ipc import scatter
-
-        memory = torch.arange(8192, dtype=torch.int64, device="cuda")
-        base = memory.data_ptr()
-        probes = {}
-        for rows, words in scatter.TILES:
-            length = 8 * words
-            start = np.arange(rows, dtype=np.int64) * length
-            lengths = np.full(rows, length, np.int64)
-            probe = scatter.plan(base + start, base + 32768 + start, lengths, 8)
-            assert probe.tile_rows == rows
-            probes[rows] = probe
-            table = torch.from_numpy(probe.table).to("cuda")
-            self._compiled[rows] = scatter.launch(probe, table)
-        torch.cuda.synchronize()
-        # how a compiled kernel is launched without its compiler is Triton's affair, so it is tried here
-        try:
-            for rows, probe in probes.items():
-                memory[4096:] = -1
-                self._direct = True
-                self.run(probe, torch.from_numpy(probe.table).to("cuda"), torch.cuda.current_stream().cuda_stream)
-                moved = int(probe.table[2].sum()) // 8
-                if memory[4096 : 4096 + moved].tolist() != memory[:moved].tolist():
-                    raise TypeError(f"a tile of {rows} rows was not moved")
-        except (TypeError, AttributeError):
-            self._direct = False
-        torch.cuda.synchronize()
-
-    def run(self, launch: Any, table: Any, stream: int) -> None:
-        """On the stream with this handle, of the device that the kernel was compiled for."""
-        from kvbaton_cuda_ipc import scatter
-
-        compiled = self._compiled[launch.tile_rows]
-        if self._direct:
-            # an address: of a tensor the launcher would ask the driver where it is
-            compiled[(launch.programs, 1, 1)](*scatter.arguments(launch, table.data_ptr()), stream=stream)
-        else:
-            import torch
-
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, table.device)):
-                scatter.launch(launch, table)
-
-
-@functools.cache
-def kernels(device: int) -> Kernels:
-    """Those of a CUDA device, compiled once: it takes seconds, and no call of a connector may."""
-    import torch
-
-    made = Kernels()
-    with torch.cuda.device(device):
-        made.compile()
-    return made
+        self._events.close()

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 
 Column = npt.NDArray[np.int64]
+#: Three rows: source addresses, target addresses, lengths in bytes.
+Table = npt.NDArray[np.int64]
 
 #: Bytes of a vector access; what both addresses and the length must be multiples of.
 ALIGNED = 16
@@ -39,20 +41,25 @@ _NARROW_ROWS, _NARROW_BYTES = 16, 128
 _WORDS = dict(TILES)
 
 
-@triton.jit(do_not_specialize=["rows", "wide", "per", "piece"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["rows", "wide", "per", "piece", "narrow"])  # type: ignore[untyped-decorator,unused-ignore]
 def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads this
     table,
     rows,
     wide,
     per,
     piece,
+    narrow,
     tile_rows: tl.constexpr,
     tile_words: tl.constexpr,
     narrow_rows: tl.constexpr,
     narrow_bytes: tl.constexpr,
 ):
     """``table``: three columns of ``rows``.  The first ``wide`` are aligned; each of them is cut into ``per`` pieces of
-    ``piece`` bytes, the last one maybe shorter or empty."""
+    ``piece`` bytes, the last one maybe shorter or empty.  Where tiles have several rows, none of these is cut, and
+    ``piece`` is the longest.  None of the others has more than ``narrow`` bytes.
+
+    Loops go as far as the longest of all runs: that of a tile's would be a reduction, which Triton 3.6.0 takes out of
+    the loop around it."""
     first = tl.program_id(0)
     programs = tl.num_programs(0)
 
@@ -93,7 +100,7 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
             row_words = tl.multiple_of(lengths.to(tl.int32) // 16 * 2, 2)
             from_rows = tl.multiple_of(sources.to(tl.pointer_type(tl.int64)), 16)
             to_rows = tl.multiple_of(targets.to(tl.pointer_type(tl.int64)), 16)
-            for begin in range(0, tl.max(row_words, 0), tile_words):
+            for begin in range(0, piece // 8, tile_words):
                 place = begin + word[None, :]
                 inside = place < row_words[:, None]
                 tl.store(to_rows[:, None] + place, tl.load(from_rows[:, None] + place, mask=inside), mask=inside)
@@ -107,7 +114,7 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
         size = tl.load(table + 2 * rows + which, mask=which < rows, other=0).to(tl.int32)
         from_bytes = origin.to(tl.pointer_type(tl.int8))
         to_bytes = goal.to(tl.pointer_type(tl.int8))
-        for begin in range(0, tl.max(size, 0), narrow_bytes):
+        for begin in range(0, narrow, narrow_bytes):
             byte = begin + tl.arange(0, narrow_bytes)[None, :]
             within = byte < size[:, None]
             tl.store(to_bytes[:, None] + byte, tl.load(from_bytes[:, None] + byte, mask=within), mask=within)
@@ -117,14 +124,16 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
 class Plan:
     """What one launch does: ``table``, int64 ``[3, rows]``, and how the kernel has to read it.
 
-    The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of ``piece`` bytes by tiles of
-    ``tile_rows`` rows.  ``programs``: how many the launch should have; ``nbytes``: what it moves.
+    The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of at most ``piece`` bytes by tiles of
+    ``tile_rows`` rows.  None of the others has more than ``narrow`` bytes.  ``programs``: how many the launch should
+    have; ``nbytes``: what it moves.
     """
 
-    table: npt.NDArray[np.int64]
+    table: Table
     wide: int
     per: int
     piece: int
+    narrow: int
     tile_rows: int
     programs: int
     nbytes: int
@@ -134,46 +143,41 @@ class Plan:
         return int(self.table.shape[1])
 
 
-def _fresh(rows: int) -> npt.NDArray[np.int64]:
+def _fresh(rows: int) -> Table:
     return np.empty((3, rows), np.int64)
 
 
-def plan(
-    source: Column,
-    target: Column,
-    length: Column,
-    programs: int,
-    room: Callable[[int], npt.NDArray[np.int64]] = _fresh,
-) -> Plan:
-    """A launch that copies ``length`` bytes from each address of ``source`` to the one of ``target`` at its index.
+def plan(runs: Table, programs: int, room: Callable[[int], Table] = _fresh) -> Plan:
+    """A launch that copies from each address of the first row to the one at its index of the second so many bytes as
+    the third says.
 
-    ``programs``: how many there may be at most.  ``room``: where a table of so many rows can be written, int64
-    ``[3, rows]``; asked again where it has to be another number of rows, and what it gave before is then not needed.
+    ``runs``: int64 ``[3, count]``; where they can be moved as they are, they are the plan's table.  ``programs``: how
+    many there may be at most.  ``room``: where another table of so many rows can be written, int64 ``[3, rows]``; what
+    ``runs`` are in is not needed once it is asked.
     Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here depends on what the
     addresses mean.
     """
+    source, target, length = runs
     nbytes = int(np.add.reduce(length))
-    table = room(len(length))
-    table[0], table[1], table[2] = source, target, length
-    if int(np.bitwise_or.reduce(table, axis=None)) % ALIGNED == 0:
-        count = len(length)
-        longest = int(np.maximum.reduce(length))
-        piece, per, tile_rows = _pieces(nbytes, longest, count, programs)
-        if per > 1 and per * count > 2 * (nbytes // piece + count):  # very unequal: most pieces would be empty
-            table, per = _written((_cut((source, target, length), piece),), room), 1
-            count = table.shape[1]
-        tiles = -(-count * per // tile_rows)
-        return Plan(table, count, per, piece, tile_rows, max(1, min(programs, tiles)), nbytes)
-    columns, narrow = _sort(source, target, length)
+    if int(np.bitwise_or.reduce(runs, axis=None)) % ALIGNED == 0:
+        columns: tuple[Column, ...] = (source, target, length)
+        total, narrow = nbytes, None
+    else:
+        columns, narrow = _sort(source, target, length)
+        total = int(np.add.reduce(columns[2]))
     count = len(columns[0])
-    total = int(np.add.reduce(columns[2]))
-    piece, per, tile_rows = _pieces(total, int(columns[2].max(initial=0)), count, programs)
-    if per > 1 and per * count > 2 * (total // piece + count):
+    piece, per, tile_rows = _pieces(total, int(np.maximum.reduce(columns[2], initial=0)), count, programs)
+    even = per == 1 or per * count <= 2 * (total // piece + count)
+    if not even:  # most pieces would be empty
         columns, per = _cut(columns, piece), 1
         count = len(columns[0])
-    tiles = max(-(-count * per // tile_rows), -(-len(narrow[0]) // _NARROW_ROWS))
-    table = _written((columns, narrow), room)
-    return Plan(table, count, per, piece, tile_rows, max(1, min(programs, tiles)), nbytes)
+    tiles, longest = -(-count * per // tile_rows), 0
+    if narrow is not None:
+        tiles, longest = max(tiles, -(-len(narrow[0]) // _NARROW_ROWS)), int(np.maximum.reduce(narrow[2], initial=0))
+        table = _written((columns, narrow), room)
+    else:
+        table = runs if even else _written((columns,), room)
+    return Plan(table, count, per, piece, longest, tile_rows, max(1, min(programs, tiles)), nbytes)
 
 
 def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, int, int]:
@@ -181,12 +185,10 @@ def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, i
     if longest > MIN_PIECE:
         piece = min(MAX_PIECE, max(MIN_PIECE, 1 << (total // (programs * _SHARE)).bit_length()))
         return piece, -(-longest // piece), 1
-    return MIN_PIECE, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
+    return longest, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
 
 
-def _written(
-    parts: tuple[tuple[Column, ...], ...], room: Callable[[int], npt.NDArray[np.int64]]
-) -> npt.NDArray[np.int64]:
+def _written(parts: tuple[tuple[Column, ...], ...], room: Callable[[int], Table]) -> Table:
     """A table of all these rows, one part after the other."""
     table = room(sum(len(part[0]) for part in parts))
     start = 0
@@ -228,7 +230,8 @@ def arguments(plan: Plan, table: Any) -> tuple[Any, ...]:
     """What the kernel is called with; ``table``: the plan's, where the device reads it."""
     words = _WORDS[plan.tile_rows]
     return (
-        table, plan.rows, plan.wide, plan.per, plan.piece, plan.tile_rows, words, _NARROW_ROWS, _NARROW_BYTES
+        table, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow,
+        plan.tile_rows, words, _NARROW_ROWS, _NARROW_BYTES,
     )  # fmt: skip
 
 

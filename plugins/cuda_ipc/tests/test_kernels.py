@@ -1,0 +1,133 @@
+"""What a compiled kernel must show before it is used, and how the driver is handed one; without a device."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvbaton_cuda_ipc import scatter
+from kvbaton_cuda_ipc.kernels import Launch, Proof, Unsuitable
+
+PTX = """
+.visible .entry _scatter(
+	.param .u64 .ptr .global .align 1 _scatter_param_0,
+	.param .u32 _scatter_param_1,
+	.param .u32 _scatter_param_2,
+	.param .u32 _scatter_param_3,
+	.param .u32 _scatter_param_4,
+	.param .u32 _scatter_param_5{rest}
+)
+.reqntid 512
+{{
+	ld.param.b32 	%r27, [_scatter_param_2];
+}}
+"""
+SCRATCH = ",\n\t.param .u64 .ptr .global .align 1 _scatter_param_{}"
+
+
+class Recorder:
+    """The driver, as far as a launch needs it: what it was handed."""
+
+    def launch(self, function, programs, threads, stream, arguments):
+        places = (ctypes.c_void_p * 8).from_address(arguments)
+        kinds = [ctypes.c_uint64, *[ctypes.c_int32] * 5, ctypes.c_uint64, ctypes.c_uint64]
+        values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
+        self.launched = function, programs, threads, stream, values
+
+
+USUAL = PTX.format(rest=SCRATCH.format(6) + SCRATCH.format(7))
+
+
+def compiled(ptx=USUAL, **about):
+    plain = {
+        "num_ctas": 1, "num_warps": 16, "shared": 0, "global_scratch_size": 0, "profile_scratch_size": 0,
+        "launch_cooperative_grid": False, "launch_pdl": False,
+    }  # fmt: skip
+    return SimpleNamespace(asm={"ptx": ptx}, function=77, metadata=SimpleNamespace(**{**plain, **about}))
+
+
+def by_hand(plan, table, *, longest_of=None):
+    """What the kernel should do; ``longest_of``: how far the rows of a program's ``tile`` are moved."""
+    source, target, length = table.numpy()[:, : plan.rows]
+    tiles = -(-plan.wide // plan.tile_rows)
+    for row in range(plan.rows):
+        end = int(length[row])
+        if row < plan.wide and longest_of is not None:
+            tile = longest_of(row // plan.tile_rows, plan.programs)
+            bound = int(length[: plan.wide][tile * plan.tile_rows : (tile + 1) * plan.tile_rows].max())
+            width = 8 * dict(scatter.TILES)[plan.tile_rows]
+            end = min(end, -(-bound // width) * width)
+        ctypes.memmove(int(target[row]), int(source[row]), end)
+    assert tiles > plan.programs, "a program that has one tile shows little"
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize(("rows", "words"), scatter.TILES)
+def test_a_proof_holds_for_what_moves_every_byte_and_no_other(rows, words):
+    proof = Proof(rows, words, "cpu")
+    proof.by(by_hand)
+    assert proof.holds()
+    proof.by(lambda plan, table: None)
+    assert not proof.holds()
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize(("rows", "words"), scatter.TILES)
+@pytest.mark.parametrize("away", [0, -1])
+def test_a_proof_sees_a_byte_at_either_end(rows, words, away):
+    """One that is missing, or that is written beside a run."""
+    proof = Proof(rows, words, "cpu")
+
+    def wrong(plan, table):
+        by_hand(plan, table)
+        at = int(table[1, 0]) + (int(table[2, 0]) if away == 0 else -1)
+        ctypes.memset(at, 199, 1)
+
+    proof.by(wrong)
+    assert not proof.holds()
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize(("rows", "words"), [tile for tile in scatter.TILES if 8 * tile[1] < scatter.MIN_PIECE])
+def test_a_proof_sees_lengths_that_are_another_tiles(rows, words):
+    """As Triton 3.6.0 compiled a kernel that asked for the longest of each tile: those of its program's first."""
+    proof = Proof(rows, words, "cpu")
+    proof.by(lambda plan, table: by_hand(plan, table, longest_of=lambda tile, programs: tile % programs))
+    assert not proof.holds()
+    proof.by(lambda plan, table: by_hand(plan, table, longest_of=lambda tile, programs: tile))
+    assert proof.holds()
+
+
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize("beside", [0, 1, 2])
+def test_the_driver_is_handed_the_kernels_arguments(beside):
+    cuda = Recorder()
+    launch = Launch(cuda, compiled(PTX.format(rest="".join(SCRATCH.format(6 + one) for one in range(beside)))))
+    base = 1 << 46
+    plan = scatter.plan(np.array([[base + 256], [base + 512], [1 << 33]]), 132)
+    launch(plan, SimpleNamespace(data_ptr=lambda: base), 5)
+    function, programs, threads, stream, values = cuda.launched
+    assert (function, programs, threads, stream) == (77, plan.programs, 512, 5)
+    assert values == [base, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, 0, 0]
+
+
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize(
+    "made",
+    [
+        compiled(PTX.format(rest=SCRATCH.format(6) + SCRATCH.format(7) + SCRATCH.format(8))),
+        compiled(PTX.format(rest=",\n\t.param .u32 _scatter_param_6")),
+        compiled(PTX.format(rest="").replace(".u32 _scatter_param_3", ".u64 _scatter_param_3")),
+        compiled("nothing of the kind"),
+        compiled(shared=16),
+        compiled(num_ctas=2),
+        compiled(global_scratch_size=64),
+        compiled(launch_pdl=True),
+        SimpleNamespace(asm={}, function=1),
+        SimpleNamespace(metadata=compiled().metadata, asm=compiled().asm, function=None),
+    ],
+)
+def test_a_kernel_that_is_not_as_known_is_not_handed_to_the_driver(made):
+    with pytest.raises(Unsuitable):
+        Launch(Recorder(), made)
