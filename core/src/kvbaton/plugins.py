@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from stevedore.driver import DriverManager
 
+from kvbaton import cuda
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need, Reach
 from kvbaton.engine import ENGINE_API_VERSION, EnginePlugin
 from kvbaton.errors import (
@@ -433,8 +434,10 @@ def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
         capability = "memory_kinds"
         kinds = " and ".join(sorted(able.memory_kinds)) or "no"
         reason = f"moves {kinds} memory only, and {need.memory_kind} memory is asked for"
+        # where a device is to be seen, another machine would change nothing
+        elsewhere = "" if cuda.visible() else ", run it where a CUDA device is visible,"
         remedy = (
-            "use host memory (no stages.devices), run it where a CUDA device is visible, or choose another transport"
+            f"use host memory (no stages.devices){elsewhere} or choose another transport"
             if need.memory_kind == "cuda"
             else "set stages.devices"
         )
