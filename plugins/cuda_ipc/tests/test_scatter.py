@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,7 +135,7 @@ def test_a_plan_may_be_written_over_the_runs_that_it_is_of(scatter, given_runs, 
     plan = scatter.plan(here, programs, room)
     assert np.array_equal(plan.table, apart.table)
     assert np.shares_memory(plan.table, memory)
-    assert replace(plan, table=apart.table) == replace(apart, table=apart.table)
+    assert plan._replace(table=None) == apart._replace(table=None)
 
 
 @pytest.mark.clause("T3")

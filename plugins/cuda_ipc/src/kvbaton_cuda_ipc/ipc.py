@@ -2,7 +2,7 @@
 
 **Bytes** go through mappings (:mod:`~kvbaton_cuda_ipc.mapping`): by a kernel of the source's, or copies by its engine,
 on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.  The first
-chunk after a ``poll`` is started at once, the next two together, then four, and the ``poll`` starts what is left:
+two chunks after a ``poll`` are started together, the next four, then eight, and the ``poll`` starts what is left:
 within a device a copy of 64 MiB takes no longer than it costs to begin one, and the device is busy with what was
 started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping as Figures
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +67,9 @@ PROTOCOL = "cuda_ipc/1"
 MAX_UNHEARD = 1024
 #: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
 GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
+#: Chunks that are started together at first.  To begin one costs two or three times what its copy takes within a device
+#: (64 MiB): with fewer the device stands still twice more before there is always something begun.
+_TOGETHER = 2
 #: Seconds between two looks at the device while somebody waits for it.
 _PAUSE = 20e-6
 
@@ -77,12 +81,17 @@ class AddressBook:
         self._ids = np.array(sorted(bases), np.int64)
         self._bases = np.array([bases[id] for id in sorted(bases)], np.int64)
 
-    def addresses(self, segments: Segments, into: npt.NDArray[np.int64]) -> None:
-        """Of every segment; all of them are in regions of the book."""
-        if len(self._ids) == 1:
-            np.add(segments.offset, self._bases[0], out=into)
-        else:
-            np.add(segments.offset, self._bases[self._ids.searchsorted(segments.region)], out=into)
+    def addresses(self, lists: Sequence[Segments], into: npt.NDArray[np.int64]) -> None:
+        """Of every segment of these lists, one after the other; all of them are in regions of the book."""
+        base = self._bases
+        if len(self._ids) > 1:
+            base = base[self._ids.searchsorted(_joined([segments.region for segments in lists]))]
+        np.add(_joined([segments.offset for segments in lists], into), base, out=into)
+
+
+def _joined(columns: list[npt.NDArray[Any]], into: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+    """What is in them, one after the other, in ``into`` where there are several."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns, out=into)
 
 
 @dataclass(slots=True)
@@ -112,7 +121,7 @@ class _Link:
     queued_bytes: int = 0
     queued_rows: int = 0
     #: How many are started together next.
-    together: int = 1
+    together: int = _TOGETHER
     #: ``disconnect`` was called, or the peer has said bye: nothing new is started.
     closing: bool = False
     said_bye: bool = False
@@ -358,14 +367,10 @@ class IpcConnector(ConnectorBase):
         assert link.book is not None
         try:
             runs = self._mover.room(rows)
-            source, target, length = runs
-            start = 0
-            for chunk in chunks:
-                end = start + len(chunk.source.length)
-                self._book.addresses(chunk.source, source[start:end])
-                link.book.addresses(chunk.target, target[start:end])
-                length[start:end] = chunk.source.length
-                start = end
+            sources = [chunk.source for chunk in chunks]
+            self._book.addresses(sources, runs[0])
+            link.book.addresses([chunk.target for chunk in chunks], runs[1])
+            np.concatenate([segments.length for segments in sources], out=runs[2])
             event = self._mover.start(runs)
         except Exception as error:
             adrift = isinstance(error, Adrift)
@@ -448,6 +453,10 @@ class IpcConnector(ConnectorBase):
         if self._closed:
             return IDLE
         self._enter()
+        for link in list(self._links.values()):
+            link.together = _TOGETHER
+            if link.queued:
+                self._start(link)
         for event in self._wire.poll():
             link = self._links.get(event.peer)
             if link is None:
@@ -460,9 +469,6 @@ class IpcConnector(ConnectorBase):
                 case Down(error=error):
                     self._lose(link, error)
         for link in list(self._links.values()):
-            link.together = 1
-            if link.queued:
-                self._start(link)
             self._look(link)
             self._answer(link)
             if link.closing:

@@ -13,8 +13,7 @@ one tile ahead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,8 +119,7 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
             tl.store(to_bytes[:, None] + byte, tl.load(from_bytes[:, None] + byte, mask=within), mask=within)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What one launch does: ``table``, int64 ``[3, rows]``, and how the kernel has to read it.
 
     The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of at most ``piece`` bytes by tiles of
