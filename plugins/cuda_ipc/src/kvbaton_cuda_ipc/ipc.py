@@ -453,10 +453,10 @@ class IpcConnector(ConnectorBase):
         if self._closed:
             return IDLE
         self._enter()
-        for link in list(self._links.values()):
-            link.together = _TOGETHER
-            if link.queued:
-                self._start(link)
+        for waiting in list(self._links.values()):
+            waiting.together = _TOGETHER
+            if waiting.queued:
+                self._start(waiting)
         for event in self._wire.poll():
             link = self._links.get(event.peer)
             if link is None:
