@@ -32,6 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from cores import halves, kept_to, siblings
 from nixl_pair import CHUNK_BYTES, Memory, Shape, answer, guarded, hand_over, wait_until_up
 
 from kvbaton.connector import Endpoint
@@ -426,15 +427,18 @@ class Source:
 
 @contextlib.contextmanager
 def pair(nbytes: int, options: Mapping[str, Any], devices: tuple[int, int] = (0, 0)) -> Iterator[Source]:
-    """A source here and a target in a process of its own, with ``nbytes`` of memory each."""
+    """A source here and a target in a process of its own, with ``nbytes`` of memory each, on cores of their own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, devices[1], nbytes, options), daemon=True)
-    process.start()
+    here, there = halves(siblings())
+    with kept_to(there):
+        process.start()
     theirs.close()  # so that its death is the end of ours
     try:
-        source = Source(ours, devices[0], nbytes, options)
-        yield source
+        with kept_to(here):
+            source = Source(ours, devices[0], nbytes, options)
+            yield source
         source.guard.close()
         ours.send("stop")
         answer(ours)
