@@ -13,6 +13,8 @@ from kvbaton_conformance.traffic import Traffic
 
 #: Regions of the tests of large chunks.
 _LARGE = {0: 8 << 20}
+#: Of the test of many segments: these, and the gaps between them.
+_MANY = {0: 8 << 20}
 
 
 class Visibility(ConnectorTopic):
@@ -96,6 +98,32 @@ class Visibility(ConnectorTopic):
         writes = [(0, piece // 2, half), *((0, half + (3 + number * 2) * piece + 1, piece) for number in range(pieces))]
         sent = pair.send(pair.rows(*reads), pair.rows(*writes))
         pair.pump_until(lambda: sent.received and sent.done, "T3: a chunk of 4 MiB is received and done")
+        pair.target.memory.check(sent.expected, "T3")
+
+    @pytest.mark.clause("T3")
+    def test_thousands_of_unequal_segments_arrive_whole(self, ends: Ends, draw: random.Random) -> None:
+        """2,600 segments of 16 bytes to 5 KB, in one chunk; more than a device has programs for, several times.
+
+        Troubleshooting:
+        - ends of segments are missing: segments that are moved together go as far as one of them, or as others did
+          before; look at what a compiler made of the loop, too, on every device and with every version of it.
+        """
+        pair = ends.pair(regions=_MANY)
+        capabilities = pair.source.guard.capabilities
+        unit = max(1, 16 // pair.grain)
+        lengths = [unit * draw.randint(1, 312) for _ in range(min(2600, capabilities.max_segments))]
+        while pair.grain * sum(lengths) > min(capabilities.max_chunk_bytes, 7 << 20):
+            lengths.pop()
+        places = []
+        for order in (range(len(lengths)), draw.sample(range(len(lengths)), len(lengths))):
+            at, starts = 0, dict.fromkeys(order, 0)
+            for number in order:
+                at += unit * draw.randint(0, 3)
+                starts[number] = at
+                at += lengths[number]
+            places.append([(0, starts[number], length) for number, length in enumerate(lengths)])
+        sent = pair.send(pair.rows(*places[0]), pair.rows(*places[1]))
+        pair.pump_until(lambda: sent.received and sent.done, "T3: a chunk of unequal segments is received and done")
         pair.target.memory.check(sent.expected, "T3")
 
     @pytest.mark.clause("T3")
