@@ -105,9 +105,10 @@ def plan(tests):
     some = [test.id for test in tests if "completion::test_a_chunk_ends_once[in-process]" in test.id]
     yield Trial(Mutant("harmless", "machine", "nothing", ("T5",), (edit(Ledger.out, "return", "return"),)), some)
     from kvbaton.guard import GuardedConnector
-    hang = edit(GuardedConnector.submit, "    self._enter()", "    __import__('time').sleep(600)")
+    first = "    key = (chunk.transfer, chunk.sequence)"
+    hang = edit(GuardedConnector.submit, first, "    __import__('time').sleep(600)")
     yield Trial(Mutant("hangs", "guard", "all", ("T6",), (hang,)), some, limit=3)
-    dies = edit(GuardedConnector.submit, "    self._enter()", "    __import__('os')._exit(7)")
+    dies = edit(GuardedConnector.submit, first, "    __import__('os')._exit(7)")
     yield Trial(Mutant("dies", "guard", "all", ("T6",), (dies,)), some)
 
 def done(trial):

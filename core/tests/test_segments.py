@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.errors import SegmentError
-from kvbaton.segments import Segments, coalesce, coalesce_one, split
+from kvbaton.segments import Segments, aligned, coalesce, coalesce_one, same_lengths, split
 
 # no test asserts a time on the wall, which is what the default deadline does
 untimed = settings(deadline=None)
@@ -49,6 +49,43 @@ def runs_of(lengths: list[int]) -> st.SearchStrategy[Segments]:
 LENGTHS = st.lists(st.integers(1, 9), max_size=10)
 SINGLE = LENGTHS.flatmap(runs_of)
 PAIRS = LENGTHS.flatmap(lambda lengths: st.tuples(runs_of(lengths), runs_of(lengths)))
+
+
+@st.composite
+def long_lists(draw: st.DrawFn) -> tuple[Segments, dict[int, int]]:
+    """Few, some, and many that are all inside, but for those that are put among them; and the regions' lengths."""
+    count = draw(st.sampled_from((1, 8, 9, 41, 300, 4096, 4097, 5000)))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    regions = draw(st.sampled_from((1, 2, 5, 100)))
+    region = random.integers(0, regions, count).astype(np.int32) * draw(st.sampled_from((1, 1, 400)))
+    if draw(st.booleans()):
+        region.sort()
+    length = random.integers(1, 1 + draw(st.sampled_from((1, 9))), count)
+    offset = random.integers(0, 1000, count)
+    rows = zip(region.tolist(), offset.tolist(), length.tolist(), strict=True)
+    ends: dict[int, int] = {}
+    for r, o, n in rows:
+        ends[r] = max(ends.get(r, 0), o + n)
+    lengths = {r: end + draw(st.sampled_from((0, 0, 1, 5))) if r < 5 else end for r, end in ends.items()}
+    here = int(region[0])
+    odd = st.sampled_from(("past", "end", "far", "huge", "stranger", "negative"))
+    for _ in range(draw(st.integers(0, 2))):
+        at = draw(st.integers(0, count - 1))
+        region[at] = here
+        match draw(odd):
+            case "past":  # by one byte
+                offset[at], length[at] = lengths[here], 1
+            case "end":  # not even by one
+                offset[at], length[at] = lengths[here] - 1, 1
+            case "far":
+                offset[at] = MAX64
+            case "huge":  # the end is beyond 64 bits, and looks small there
+                offset[at], length[at] = MAX64, 2**61
+            case "stranger":
+                region[at] = 2**31 - 1
+            case "negative":
+                region[at] = -(2**31)
+    return Segments(region, offset, length), lengths
 
 
 class TestValue:
@@ -186,6 +223,102 @@ class TestChecks:
         for run in [(0, MAX64 - 5, 5), (0, 2**62, 2**62), (0, MAX64, MAX64)]:
             with pytest.raises(SegmentError, match="has 100 bytes"):
                 Segments.of([run]).check_bounds({0: 100})
+
+    @pytest.mark.clause("C3.6")
+    @settings(deadline=None, max_examples=30)
+    @given(st.data())
+    def test_bounds_of_long_lists_too(self, data):
+        """One that is outside is found wherever it stands, also by one byte, and whatever the others are like."""
+        segments, lengths = data.draw(long_lists())
+        rows = segments.triples()
+        first, past = sorted(data.draw(st.tuples(*[st.integers(0, len(rows))] * 2)))
+        size = data.draw(st.sampled_from((7, 41, 3000)))
+        batches = split(segments, segments, MAX64, size)
+        begins = range(0, len(rows), size)
+        for part, those in [
+            (segments, rows), (segments[first:past], rows[first:past]),
+            *((batch, rows[at : at + size]) for at, (batch, _) in zip(begins, batches, strict=True)),
+        ]:  # fmt: skip
+            outside = [at for at, (r, o, n) in enumerate(those) if o + n > lengths.get(r, 0)]
+            assert part.within(lengths) == (not outside)
+            if outside:
+                with pytest.raises(SegmentError, match=r"C3\.6") as caught:
+                    part.check_bounds(lengths)
+                assert caught.value.segment == outside[0]
+
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize("count", [9, 4096, 4097, 5000])
+    @pytest.mark.parametrize("regions", [[0], [1, 4], [2, 2 + 2**16, 2 + 2**17]])
+    def test_one_outside_is_found_in_its_batch_and_in_no_other(self, count, regions):
+        cells, which = np.arange(count), np.arange(count) % len(regions)
+        region, offset, length = np.array(regions)[which], cells * 8 + which * 800, np.full(count, 8)
+        lengths = {region: 8 * count + 800 * at for at, region in enumerate(regions)}
+        for at in sorted({*range(0, count, 977), 63, 64, 4031, 4032, 4090, 4095, 4096, count - 1} & set(range(count))):
+            for column, wrong in [(offset, 8 * count + 800 * which[at] - 7), (region, 2**31 - 1), (region, -(2**31))]:
+                right, column[at] = column[at], wrong
+                segments = Segments(region.copy(), offset.copy(), length.copy())
+                column[at] = right
+                assert not segments.within(lengths)
+                batches = split(segments, segments, 64 * 8, 4096)
+                found = [n for n, (source, _) in enumerate(batches) if not source.within(lengths)]
+                assert found == [at // 64]
+                with pytest.raises(SegmentError) as caught:
+                    segments.check_bounds(lengths)
+                assert caught.value.segment == at
+
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize("count", [9, 5000])
+    def test_a_long_segment_may_be_followed_by_short_ones_near_the_end(self, count):
+        segments = Segments.of([(0, 0, 50), *((0, 50 + at, 1) for at in range(count))])
+        assert segments.within({0: 50 + count})
+        assert not segments.within({0: 49 + count})
+
+    @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize("count", [5, 4096, 5000])
+    def test_the_pieces_of_what_is_cut_are_looked_at(self, count):
+        whole = Segments.one(0, 0, 8 * count)
+        found = [batch.within({0: 8 * count - 1}) for batch, _ in split(whole, whole, 9, 1, alignment=8)]
+        assert found == [True] * (count - 1) + [False]
+
+    @pytest.mark.clause("C3.6")
+    def test_regions_that_no_segment_can_name_are_none(self):
+        announced = {0: 100, 1: 2**63, 2**40: 7, 2**63: 7}
+        inside = [(0, 0, 100), (1, MAX64 - 1, 1)] * 20
+        Segments.of(inside).check_bounds(announced)
+        with pytest.raises(SegmentError, match="region 7, which is not registered") as caught:
+            Segments.of([*inside, (7, 0, 1)]).check_bounds(announced)
+        assert caught.value.segment == len(inside)
+
+    @pytest.mark.clause("C3.6")
+    @settings(deadline=None, max_examples=30)
+    @given(st.data())
+    def test_lengths_agree_where_each_does(self, data):
+        source, _ = data.draw(long_lists())
+        lengths = source.length.copy()
+        if data.draw(st.booleans()):
+            lengths[data.draw(st.integers(0, len(lengths) - 1))] ^= 1 << data.draw(st.integers(0, 30))
+            lengths[lengths < 1] = 1
+        target = Segments(source.region.copy(), source.offset.copy(), lengths)
+        assert same_lengths(source, target) == (lengths.tolist() == source.length.tolist())
+        assert same_lengths(source, source)
+
+    @pytest.mark.clause("T13")
+    @settings(deadline=None, max_examples=50)
+    @given(st.data(), st.sampled_from((1, 2, 3, 8, 12, 16, 4096, 2**62)))
+    def test_aligned_is_every_offset_and_length(self, data, grain):
+        count = data.draw(st.sampled_from((1, 8, 9, 41, 5000)))
+        draw = np.random.default_rng(data.draw(st.integers(0, 99)))
+        most = min(1000, MAX64 // grain)
+        offsets = [draw.integers(0, most + 1, count) * grain for _ in range(2)]
+        length = draw.integers(1, most + 1, count) * grain
+        off = data.draw(st.sampled_from((None, *offsets, length)))
+        if off is not None:
+            off[data.draw(st.integers(0, count - 1))] += data.draw(st.integers(1, grain) | st.just(1)) % MAX64
+        assume(min(map(np.min, (*offsets, length))) >= 0)
+        region = np.zeros(count, np.int32)
+        expected = not any(value % grain for column in (*offsets, length) for value in column.tolist())
+        source, target = (Segments(region.copy(), offset, length.copy()) for offset in offsets)
+        assert aligned(source, target, grain) == expected
 
     @pytest.mark.clause("C3.2")
     @untimed

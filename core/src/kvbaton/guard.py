@@ -32,8 +32,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from threading import current_thread
 
+import msgspec
 import numpy as np
 
 from kvbaton.bounds import GuardLimits as GuardLimits
@@ -72,7 +74,7 @@ from kvbaton.errors import (
 )
 from kvbaton.geometry import KVGeometry
 from kvbaton.identity import PeerId, TransferId
-from kvbaton.segments import Segments, same_lengths
+from kvbaton.segments import Segments, aligned, same_lengths
 
 Clock = Callable[[], float]
 
@@ -98,6 +100,12 @@ class PeerState(enum.Enum):
     CLOSING = "closing"
     #: Gone for good: a peer comes back only under a new epoch (C1.4, C6.4).
     DOWN = "down"
+
+
+# by a name of the module: to look one up in its class costs several times as much, which each chunk would pay
+_CONNECTING, _UP, _CLOSING, _DOWN = PeerState
+_LEAVING = (_CLOSING, _DOWN)
+_DONE, _TIMED_OUT = Outcome.DONE, Outcome.TIMED_OUT
 
 
 class GuardedConnector:
@@ -144,6 +152,8 @@ class GuardedConnector:
         self._lengths: Mapping[int, int] = {}
         self._peers: dict[PeerId, _Peer] = {}
         self._current: dict[str, PeerId] = {}
+        #: No peer's deadline is before it.
+        self._next_deadline = math.inf
         # accepted and not reported terminal: on time, in order of deadline; and those that a proof is missing for
         self._posted: dict[_Key, _Flight] = {}
         self._lingering: dict[_Key, _Flight] = {}
@@ -156,12 +166,14 @@ class GuardedConnector:
         self._revoke_failing: set[TransferId] = set()
         self._news = _News()
         self._pass = 0
+        #: The last in which the transport refused a chunk.
+        self._refused_in = -2
         self._quarantined_bytes = 0
         self._quarantined_chunks = 0
         self._quarantine_reported = False
         self._poll_is_failing = False
         self._dropped: Counter[str] = Counter()
-        self._count: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._count: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
     # -- what anyone may read ----------------------------------------------------------------------------------------
 
@@ -332,7 +344,7 @@ class GuardedConnector:
         elif known is not None:
             self._lose(self._peers[known], PeerLost(f"C1.4: {known} was replaced by {id}", peer=known))
         self._current[id.name] = id
-        peer = _Peer(id, region_lengths(endpoint.regions), self._clock() + self._connect_deadline)
+        peer = _Peer(id, region_lengths(endpoint.regions), self._deadline())
         self._peers[id] = peer
         if known is not None and known != id:
             self._forget_peer(self._peers[known])
@@ -354,8 +366,14 @@ class GuardedConnector:
             return
         if known.state is not PeerState.DOWN:
             known.state = PeerState.CLOSING
-            known.deadline = self._clock() + self._connect_deadline
+            known.deadline = self._deadline()
         self._disconnect(peer)
+
+    def _deadline(self) -> float:
+        """Of connecting or disconnecting that begins now."""
+        deadline = self._clock() + self._connect_deadline
+        self._next_deadline = min(self._next_deadline, deadline)
+        return deadline
 
     def fenced(self, peer: PeerId) -> None:
         """Core proved this peer's process dead: everything towards it becomes terminal.  Unknown peer: no effect."""
@@ -381,7 +399,8 @@ class GuardedConnector:
         :class:`~kvbaton.errors.CapabilityError` (T13) beyond a declared limit,
         :class:`~kvbaton.errors.LocalProtocolError` for a peer never connected, or a chunk that is already under way.
         """
-        self._enter()
+        if self._owner is not current_thread() or self._closed:
+            self._enter()
         key = (chunk.transfer, chunk.sequence)
         if key in self._posted or key in self._lingering:
             raise LocalProtocolError(
@@ -390,7 +409,7 @@ class GuardedConnector:
         peer = self._peers.get(chunk.peer)
         if peer is None and chunk.peer.name not in self._current:
             raise LocalProtocolError(f"T2: {chunk.peer} was never connected; call connect() with its endpoint first")
-        if peer is None or peer.state in (PeerState.CLOSING, PeerState.DOWN):
+        if peer is None or peer.state in _LEAVING:
             self._count["failed"] += 1
             self._news.completions.append(
                 Completion(
@@ -399,20 +418,24 @@ class GuardedConnector:
                 )
             )  # fmt: skip
             return True
-        if peer.state is PeerState.CONNECTING or self.quarantine_full or not self._room(peer, chunk):
+        segments = len(chunk.source)
+        if (
+            peer.state is _CONNECTING
+            or (self._quarantined_chunks and self.quarantine_full)
+            or not self._room(peer, chunk.nbytes, segments)
+        ):
             self._count["full"] += 1
             return False
         if peer.checked is not chunk:
-            self._check_chunk(chunk, peer)
-            peer.checked = chunk
+            self._check_chunk(chunk, peer, segments)
         flight = _Flight(
-            chunk.transfer, chunk.sequence, peer, chunk.nbytes, len(chunk.source), self._clock() + self._chunk_deadline
+            chunk.transfer, chunk.sequence, peer, chunk.nbytes, segments, self._clock() + self._chunk_deadline
         )
         try:
             accepted = self._connector.submit(chunk)
         except Exception as error:
             # Field failure 14: an exception while posting is a failure of the chunk.  Whether bytes moved is not known.
-            self._take(key, flight)
+            self._take(flight)
             flight.raised = True
             self._linger(key, flight)
             cause = TransportError(
@@ -424,10 +447,11 @@ class GuardedConnector:
             self._prove(flight, Outcome.FAILED, False, False, cause)
             return True
         if not accepted:
-            peer.refused_in = self._pass
+            peer.checked = chunk
+            peer.refused_in = self._refused_in = self._pass
             self._count["full"] += 1
             return False
-        self._take(key, flight)
+        self._take(flight)
         self._posted[key] = flight
         return True
 
@@ -510,7 +534,8 @@ class GuardedConnector:
 
         Order within one result is of no meaning (T4).  :data:`~kvbaton.connector.IDLE` when nothing happened.
         """
-        self._enter()
+        if self._owner is not current_thread() or self._closed:
+            self._enter()
         self._pass += 1
         try:
             progress = self._connector.poll()
@@ -523,7 +548,8 @@ class GuardedConnector:
                 self._fault("poll", error)
             self._poll_is_failing = True
         self._expire(self._clock())
-        if self.quarantine_full and not self._quarantine_reported:
+        full = self._quarantined_chunks > 0 and self.quarantine_full
+        if full and not self._quarantine_reported:
             self._news.faults.append(
                 QuarantineFull(
                     f"T8: {self._quarantined_bytes} bytes are in quarantine, {self._limits.quarantine_bytes} are"
@@ -531,10 +557,11 @@ class GuardedConnector:
                     bytes=self._quarantined_bytes, limit=self._limits.quarantine_bytes,
                 )
             )  # fmt: skip
-        self._quarantine_reported = self.quarantine_full
-        if not self._news:
+        self._quarantine_reported = full
+        news = self._news
+        if not (news.completions or news.receipts or news.peers or news.faults):
             return IDLE
-        news, self._news = self._news, _News()
+        self._news = _News()
         self._count["receipts"] += len(news.receipts)
         return GuardProgress(tuple(news.completions), tuple(news.receipts), tuple(news.peers), tuple(news.faults))
 
@@ -581,7 +608,7 @@ class GuardedConnector:
 
     def _enter(self) -> None:
         # T11
-        current = threading.current_thread()
+        current = current_thread()
         if self._owner is None:
             self._owner = current
         elif self._owner is not current:
@@ -636,17 +663,17 @@ class GuardedConnector:
             ours, theirs = KVGeometry.decode(self._geometry), KVGeometry.decode(endpoint.geometry)
             ours.require_compatible(theirs, str(self.peer), str(id))
 
-    def _check_chunk(self, chunk: Chunk, peer: _Peer) -> None:
-        capabilities = self.capabilities
+    def _check_chunk(self, chunk: Chunk, peer: _Peer, segments: int) -> None:
+        capabilities = self._connector.capabilities
         source, target = chunk.source, chunk.target
         # C3.6
-        if len(source) != len(target):
+        if segments != len(target):
             raise SegmentError(
-                f"C3.6: {_what(chunk)} has {len(source)} source and {len(target)} target segments. No byte moved."
+                f"C3.6: {_what(chunk)} has {segments} source and {len(target)} target segments. No byte moved."
             )
-        if len(source) > capabilities.max_segments:
+        if segments > capabilities.max_segments:
             raise CapabilityError(
-                f"T13: {_what(chunk)} has {len(source)} segments, {self._transport} takes {capabilities.max_segments}",
+                f"T13: {_what(chunk)} has {segments} segments, {self._transport} takes {capabilities.max_segments}",
                 capability="max_segments",
             )
         if not same_lengths(source, target):
@@ -671,7 +698,7 @@ class GuardedConnector:
                 capability="max_chunk_bytes",
             )
         grain = capabilities.alignment
-        if grain > 1 and any(np.any(column % grain) for column in (source.offset, target.offset, source.length)):
+        if grain > 1 and not aligned(source, target, grain):
             raise CapabilityError(
                 f"T13: {_what(chunk)} has offsets or lengths that are no multiples of {grain}, as {self._transport}"
                 " needs",
@@ -680,35 +707,40 @@ class GuardedConnector:
 
     # -- budgets -----------------------------------------------------------------------------------------------------
 
-    def _room(self, peer: _Peer, chunk: Chunk) -> bool:
-        if peer.chunks >= self._limits.unreceipted_chunks:
+    def _room(self, peer: _Peer, nbytes: int, segments: int) -> bool:
+        limits = self._limits
+        if peer.chunks >= limits.unreceipted_chunks:
             return False
-        alone = len(self._peers) == 1
-        sharing = 1 if alone else sum(other.state is PeerState.UP or other.chunks > 0 for other in self._peers.values())
         # one chunk is always allowed: no peer waits for another's share, and no chunk is too large for ever
-        if peer.chunks and (
-            peer.nbytes + chunk.nbytes > self._limits.inflight_bytes // sharing
-            or peer.segments + len(chunk.source) > self._limits.inflight_segments // sharing
-        ):
-            return False
+        if peer.chunks:
+            nbytes, segments, known = peer.nbytes + nbytes, peer.segments + segments, len(self._peers)
+            # who shares is looked at only where it matters: they are not more than are known
+            if nbytes > limits.inflight_bytes // known or segments > limits.inflight_segments // known:
+                sharing = sum(other.state is _UP or other.chunks > 0 for other in self._peers.values())
+                if nbytes > limits.inflight_bytes // sharing or segments > limits.inflight_segments // sharing:
+                    return False
         # the transport's own queue was full for somebody with fewer chunks in it who asked in this or the last pass
-        return alone or not any(
-            other.refused_in >= self._pass - 1 and other.chunks < peer.chunks and other.state is PeerState.UP
+        return self._refused_in < self._pass - 1 or not any(
+            other.refused_in >= self._pass - 1 and other.chunks < peer.chunks and other.state is _UP
             for other in self._peers.values()
         )
 
-    def _take(self, key: _Key, flight: _Flight) -> None:
-        peer = flight.peer
+    def _take(self, flight: _Flight) -> None:
+        peer, nbytes, segments = flight.peer, flight.nbytes, flight.segments
         peer.chunks += 1
-        peer.nbytes += flight.nbytes
-        peer.segments += flight.segments
+        peer.nbytes += nbytes
+        peer.segments += segments
         peer.flights += 1
-        self._flights.setdefault(flight.transfer, {})[flight.sequence] = flight
+        of_transfer = self._flights.get(flight.transfer)
+        if of_transfer is None:
+            of_transfer = self._flights[flight.transfer] = {}
+        of_transfer[flight.sequence] = flight
         peer.checked = None
         peer.refused_in = -2
-        self._count["chunks"] += 1
-        self._count["bytes"] += flight.nbytes
-        self._count["segments"] += flight.segments
+        count = self._count
+        count["chunks"] += 1
+        count["bytes"] += nbytes
+        count["segments"] += segments
 
     def _give_back(self, flight: _Flight) -> None:
         if flight.holds_budget:
@@ -726,31 +758,44 @@ class GuardedConnector:
         self._quarantined_bytes += flight.nbytes
 
     def _release_quarantine(self, flight: _Flight) -> None:
-        if flight.quarantined:
-            flight.quarantined = False
-            self._quarantined_chunks -= 1
-            self._quarantined_bytes -= flight.nbytes
+        flight.quarantined = False
+        self._quarantined_chunks -= 1
+        self._quarantined_bytes -= flight.nbytes
 
-    def _prove(self, flight: _Flight, outcome: Outcome, source: bool, target: bool, error: Exception | None) -> None:
-        """Pass on what is newly known of a flight; end it where nothing is left to prove."""
+    def _prove(
+        self,
+        flight: _Flight,
+        outcome: Outcome,
+        source: bool,
+        target: bool,
+        error: Exception | None,
+        said: Completion | None = None,
+    ) -> None:
+        """Pass on what is newly known of a flight; end it where nothing is left to prove.
+
+        ``said``: the plugin's own word, which is passed on as it is where it says just that.
+        """
         source = source or flight.source_quiet
         target = target or flight.target_quiet or flight.acknowledged
         grew = (source, target) != (flight.source_quiet, flight.target_quiet)
         flight.source_quiet, flight.target_quiet = source, target
         key = (flight.transfer, flight.sequence)
         if source and target:
-            self._posted.pop(key, None)
-            self._lingering.pop(key, None)
+            if self._posted.pop(key, None) is None:
+                self._lingering.pop(key, None)
             self._forget_flight(flight)
-            self._release_quarantine(flight)
+            if flight.quarantined:
+                self._release_quarantine(flight)
             self._give_back(flight)
             flight.peer.flights -= 1
-            self._forget_peer(flight.peer)
-        elif outcome is Outcome.DONE:
+            if flight.peer.quiet:
+                self._forget_peer(flight.peer)
+        elif outcome is _DONE:
             # a buffering transport: the budget must return before the acknowledgement can come
             self._posted.pop(key, None)
             self._lingering[key] = flight
-            self._release_quarantine(flight)
+            if flight.quarantined:
+                self._release_quarantine(flight)
             self._give_back(flight)
             flight.unproven = True
         elif key not in self._lingering:
@@ -759,15 +804,28 @@ class GuardedConnector:
         if flight.told and not grew:
             return
         flight.told = True
-        if (source and target) or outcome is Outcome.TIMED_OUT:
+        if outcome is _DONE:
+            if source and target:
+                self._count["done"] += 1
+        elif (source and target) or outcome is _TIMED_OUT:
             self._count[outcome.value] += 1
-        self._news.completions.append(Completion(flight.transfer, flight.sequence, outcome, source, target, error))
+        if (
+            said is None
+            or type(said) is not Completion
+            or said.transfer is not flight.transfer
+            or said.sequence is not flight.sequence
+            or said.source_quiet is not source
+            or said.target_quiet is not target
+        ):
+            said = Completion(flight.transfer, flight.sequence, outcome, source, target, error)
+        self._news.completions.append(said)
 
     def _forget_flight(self, flight: _Flight) -> None:
-        of_transfer = self._flights.get(flight.transfer, {})
-        of_transfer.pop(flight.sequence, None)
-        if not of_transfer:
-            self._flights.pop(flight.transfer, None)
+        of_transfer = self._flights.get(flight.transfer)
+        if of_transfer is not None:
+            of_transfer.pop(flight.sequence, None)
+            if not of_transfer:
+                del self._flights[flight.transfer]
 
     def _expire(self, now: float) -> None:
         while self._posted:
@@ -781,6 +839,8 @@ class GuardedConnector:
                 f" bytes on either side are quarantined until it completes or {flight.peer.id} is fenced.",
                 peer=flight.peer.id, transfer=flight.transfer, sequence=flight.sequence, retained=flight.nbytes,
             ))  # fmt: skip
+        if now < self._next_deadline:
+            return
         for peer in [peer for peer in self._peers.values() if peer.deadline <= now]:
             connecting = peer.state is PeerState.CONNECTING
             verb = "connect to" if connecting else "disconnect from"
@@ -789,6 +849,7 @@ class GuardedConnector:
             ))  # fmt: skip
             if connecting:
                 self._disconnect(peer.id)
+        self._next_deadline = min((peer.deadline for peer in self._peers.values()), default=math.inf)
 
     def _waiting_for_proof(self, peer: PeerId) -> list[_Flight]:
         """Flights to ``peer`` of which the plugin has said, or may have said, its last word: not quiet."""
@@ -801,30 +862,32 @@ class GuardedConnector:
     # -- events from the plugin --------------------------------------------------------------------------------------
 
     def _filter(self, progress: Progress) -> None:
-        for completion in progress.completions:
-            self._on_completion(completion)
+        if progress.completions:
+            now = self._clock()
+            for completion in progress.completions:
+                self._on_completion(completion, now)
         for receipt in progress.receipts:
             self._on_receipt(receipt)
         for event in progress.peers:
             self._on_peer(event)
 
-    def _on_completion(self, completion: Completion) -> None:
+    def _on_completion(self, completion: Completion, now: float) -> None:
         key = (completion.transfer, completion.sequence)
         flight = self._posted.get(key) or self._lingering.get(key)
         if flight is None:
             self._dropped["completion_unknown"] += 1
         elif flight.completed:
             self._dropped["completion_duplicate"] += 1
-        elif completion.outcome is Outcome.TIMED_OUT:
+        elif completion.outcome is _TIMED_OUT:
             flight.completed = True  # only the guard says timed out; from a plugin the word is no proof of quiet (T8)
             self._prove(flight, Outcome.FAILED, False, False, completion.error)
         else:
             flight.completed = True
-            if completion.outcome is Outcome.DONE:
-                self.chunk_seconds.add(self._clock() - flight.deadline + self._chunk_deadline)
+            if completion.outcome is _DONE:
+                self.chunk_seconds.add(now - flight.deadline + self._chunk_deadline)
             fenced = flight.peer.fenced
             source, target = completion.source_quiet or fenced, completion.target_quiet or fenced
-            self._prove(flight, completion.outcome, source, target, completion.error)
+            self._prove(flight, completion.outcome, source, target, completion.error, completion)
 
     def _on_receipt(self, receipt: Receipt) -> None:
         # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.
@@ -943,8 +1006,7 @@ class _Peer:
     refused_in: int = -2
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
+class _Flight(msgspec.Struct, eq=False):
     """One accepted chunk until it is terminal.  The segments are the plugin's; only their size is kept."""
 
     transfer: TransferId
@@ -969,14 +1031,13 @@ class _Flight:
     holds_budget: bool = True
 
 
-@dataclass(slots=True)
-class _News:
+class _News(msgspec.Struct, eq=False):
     """Events for the next ``poll``."""
 
-    completions: list[Completion] = field(default_factory=list)
-    receipts: list[Receipt] = field(default_factory=list)
-    peers: list[PeerEvent] = field(default_factory=list)
-    faults: list[KvbatonError] = field(default_factory=list)
+    completions: list[Completion] = []
+    receipts: list[Receipt] = []
+    peers: list[PeerEvent] = []
+    faults: list[KvbatonError] = []
 
     def __bool__(self) -> bool:
         return bool(self.completions or self.receipts or self.peers or self.faults)

@@ -26,7 +26,7 @@ _MAX_REGION, _MAX = 2**31 - 1, 2**63 - 1
 
 #: Up to so many segments, a look at each in Python costs less than one numpy call.
 FEW = 8
-#: Up to so many, one look at a list is over before a look at each part of it would be, and holds no first chunk up.
+#: Up to so many, one look at all is over before a look at each part of them would be, and holds no first chunk up.
 _LOOKED_AT_ONCE = 4096
 
 #: ``(region, offset, length)`` of one segment.
@@ -42,7 +42,7 @@ class Segments:
     :meth:`check_bounds` says so.
     """
 
-    __slots__ = ("_extent", "_length", "_nbytes", "_offset", "_region", "_rows")
+    __slots__ = ("_extent", "_length", "_longest", "_nbytes", "_offset", "_region", "_rows")
 
     #: Either all three columns are there, or the rows are, of few; or all are.
     _region: Regions | None
@@ -53,6 +53,8 @@ class Segments:
     _extent: _Extent | None
     #: The sum of lengths; 0 until somebody asks.
     _nbytes: int
+    #: No length is above it, be it because none is in a longer list; 0 until somebody asks.
+    _longest: int
 
     def __init__(self, region: npt.ArrayLike, offset: npt.ArrayLike, length: npt.ArrayLike) -> None:
         columns = (_column(region, np.int32), _column(offset, np.int64), _column(length, np.int64))
@@ -77,6 +79,7 @@ class Segments:
         _set_rows(self, None)
         _set_extent(self, None)
         _set_nbytes(self, 0)
+        _set_longest(self, 0)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Segments are immutable: {name} cannot be set")
@@ -107,6 +110,7 @@ class Segments:
         _set_rows(self, known)
         _set_extent(self, None)
         _set_nbytes(self, 0)
+        _set_longest(self, 0)
         return self
 
     @classmethod
@@ -161,7 +165,7 @@ class Segments:
     @property
     def few(self) -> bool:
         """Whether to look at each in Python costs less than numpy."""
-        return self._rows is not None or len(self.length) <= FEW
+        return self._rows is not None or len(self._length) <= FEW  # type: ignore[arg-type]
 
     def rows(self) -> tuple[Row, ...]:
         """``(region, offset, length)`` of each, as Python integers; of few they are there already."""
@@ -174,7 +178,7 @@ class Segments:
 
     def __len__(self) -> int:
         rows = self._rows
-        return len(self.length) if rows is None else len(rows)
+        return len(self._length) if rows is None else len(rows)  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +216,7 @@ class Segments:
             raise TypeError(f"segments are taken by range, as in segments[2:5], not by {index!r}")
         if index.step not in (None, 1):
             raise SegmentError(f"segments are taken one after the other, not with a step of {index.step}")
-        return _of_read_only(self.region[index], self.offset[index], self.length[index], self._extent)
+        return _of_read_only(self.region[index], self.offset[index], self.length[index], self._extent, 0, self._longest)
 
     def concat(self, *others: Segments) -> Segments:
         """These segments and then those of ``others``."""
@@ -230,20 +234,30 @@ class Segments:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def within(self, lengths: Mapping[int, int]) -> bool:
-        """Whether it is seen at a glance that every segment is inside its region, as it is where all are in one, or
-        where :func:`split` has looked at the list that this is a part of.  If not, :meth:`check_bounds` looks closely.
-        """
+        """Whether every segment is inside its region (C3.6); :meth:`check_bounds` says which is not."""
         extent = self._extent
         if extent is not None and extent.inside(lengths):
             return True
-        if self.few:
-            return not any(offset + length > lengths.get(region, 0) for region, offset, length in self.rows())
-        here = int(self.region[0])
-        if here not in lengths:
-            return False
-        outside = self.offset > lengths[here] - self.length  # cannot overflow
-        outside |= self.region != here
-        return not np.logical_or.reduce(outside)
+        rows = self._rows
+        if rows is not None or self.few:
+            for region, offset, length in self.rows() if rows is None else rows:
+                if offset + length > lengths.get(region, 0):
+                    return False
+            return True
+        ends = _ends(self)
+        for region, end in ends:
+            if end > lengths.get(region, 0):
+                # where several regions end is said exactly; of one, the last byte may lie before it
+                return len(ends) == 1 and _largest(_past(self.offset, self.length)) <= lengths.get(region, 0)
+        return True
+
+    def _at_most(self) -> int:
+        """What no length is above."""
+        longest = self._longest
+        if not longest:
+            longest = _largest(self.length)
+            _set_longest(self, longest)
+        return longest
 
     def check_bounds(self, lengths: Mapping[int, int], what: str = "a segment list") -> None:
         """Raise :class:`~kvbaton.errors.SegmentError` for the first segment outside its region (C3.6).
@@ -252,8 +266,9 @@ class Segments:
         """
         if self.within(lengths):
             return
-        ids = np.array(sorted(lengths), dtype=np.int64)
-        sizes = np.array([lengths[int(id)] for id in ids], dtype=np.int64)
+        # a peer may have announced what no column can name
+        ids = np.array(sorted(id for id in lengths if abs(id) <= _MAX_REGION + 1), dtype=np.int64)
+        sizes = np.array([min(lengths[int(id)], _MAX) for id in ids], dtype=np.int64)
         if not len(ids):
             raise SegmentError(f"C3.6: {what} has segments, but there are no regions", segment=0)
         at = np.minimum(np.searchsorted(ids, self.region), len(ids) - 1)
@@ -315,46 +330,79 @@ def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
 
 
 # the slots' own setters: what Segments.__setattr__ refuses to everybody else, and the quickest way in
-_set_region, _set_offset, _set_length, _set_rows, _set_extent, _set_nbytes = (
-    Segments.__dict__[name].__set__ for name in ("_region", "_offset", "_length", "_rows", "_extent", "_nbytes")
+_set_region, _set_offset, _set_length, _set_rows, _set_extent, _set_nbytes, _set_longest = (
+    Segments.__dict__[name].__set__
+    for name in ("_region", "_offset", "_length", "_rows", "_extent", "_nbytes", "_longest")
 )
 
 
 class _Extent:
     """Of a list, and so of every range of it: the regions that it touches, and where in each its last byte lies at
-    most.  One look at the whole list, when it is first asked for, instead of one at each chunk of it."""
+    most.  One look at the list, when it is first asked for, instead of one at each chunk of it."""
 
     __slots__ = ("_ends", "_list")
 
     def __init__(self, segments: Segments) -> None:
         self._list: Segments | None = segments
-        self._ends: tuple[tuple[int, int], ...] | None = None
+        self._ends: tuple[tuple[int, int], ...] = ()
 
     def inside(self, lengths: Mapping[int, int]) -> bool:
         """``False`` is not the last word: a range may end earlier than the list."""
-        if self._list is not None:
-            self._ends = _ends(self._list)
-            self._list = None
-        return self._ends is not None and all(end <= lengths.get(region, 0) for region, end in self._ends)
+        segments = self._list
+        if segments is not None:
+            self._ends = _ends(segments)
+            self._list = None  # not before: another thread may ask
+        for region, end in self._ends:  # noqa: SIM110  # a generator would take three times as long
+            if end > lengths.get(region, 0):
+                return False
+        return True
 
 
-def _ends(segments: Segments) -> tuple[tuple[int, int], ...] | None:
-    """``None`` where an end lies beyond 64 bits: no region holds it."""
-    region, offset, length = segments.region, segments.offset, segments.length
-    if np.logical_or.reduce(offset > _MAX - length):
-        return None
-    ends = offset + length
-    if np.logical_and.reduce(region == region[0]):
-        return ((int(region[0]), int(np.maximum.reduce(ends))),)
-    order = region.argsort(kind="stable")
-    region, ends = region[order], ends[order]
+def _ends(segments: Segments) -> tuple[tuple[int, int], ...]:
+    """The regions of a list that is not empty, and where in each its last byte lies: where it is one, at most."""
+    region, offset = segments.region, segments.offset
+    if _alike(region):
+        return ((region.item(0), _largest(offset) + segments._at_most()),)
     starts = np.flatnonzero(np.concatenate(([True], region[1:] != region[:-1])))
-    last = np.maximum.reduceat(ends, starts)
-    return tuple(zip(region[starts].tolist(), last.tolist(), strict=True))
+    regions = region[starts]
+    ends = np.maximum.reduceat(_past(offset, segments.length), starts)
+    if len(starts) > FEW:
+        # radix sort; ids that are alike in 16 bits only may stay mixed, and are named more than once then
+        order = regions.astype(np.int16).argsort(kind="stable")
+        regions, ends = regions[order], ends[order]
+        starts = np.flatnonzero(np.concatenate(([True], regions[1:] != regions[:-1])))
+        regions, ends = regions[starts], np.maximum.reduceat(ends, starts)
+    return tuple(zip(regions.tolist(), ends.tolist(), strict=True))
+
+
+def _past(offset: Offsets, length: Offsets) -> npt.NDArray[np.uint64]:
+    """Where each ends.  Neither column is negative, so that read without a sign no sum is beyond 64 bits."""
+    return (offset + length).view(np.uint64)
+
+
+# a numpy reduction costs more to set up than to carry out on some hundreds; what these do instead copies the column
+
+
+def _alike(region: Regions) -> bool:
+    """Whether a column that is not empty has the same value everywhere."""
+    if len(region) > _LOOKED_AT_ONCE:
+        return not np.count_nonzero(region != region[0])
+    data = region.tobytes()
+    return data == data[: region.itemsize] * len(region)
+
+
+def _largest(column: npt.NDArray[Any]) -> int:
+    """Of a column that is not empty."""
+    return int(column.max() if len(column) > _LOOKED_AT_ONCE else column.item(column.argmax()))
 
 
 def _of_read_only(
-    region: Regions, offset: Offsets, length: Offsets, extent: _Extent | None = None, nbytes: int = 0
+    region: Regions,
+    offset: Offsets,
+    length: Offsets,
+    extent: _Extent | None = None,
+    nbytes: int = 0,
+    longest: int = 0,
 ) -> Segments:
     """Of columns that are valid and read-only: other segments' columns, or views of them."""
     self = _new(Segments)
@@ -364,6 +412,7 @@ def _of_read_only(
     _set_rows(self, None)
     _set_extent(self, extent)
     _set_nbytes(self, nbytes)
+    _set_longest(self, longest)
     return self
 
 
@@ -458,15 +507,20 @@ def split(
     if not len(source):
         return []
     if len(source) <= max_segments and source.nbytes <= max_bytes:
+        if not source.few:
+            _set_longest(target, source._at_most())  # looked for once, not on either side
         return [(source, target)]
-    if int(source.length.max()) > max_bytes:
+    longest = source._at_most()
+    if longest > max_bytes:
         source, target = _cut(source, target, max_bytes, grain)
+        longest = max_bytes
     lengths = source.length  # the same on both sides, and shared
     ends = lengths.cumsum().data
     count = len(lengths)
     from_region, from_offset, to_region, to_offset = source.region, source.offset, target.region, target.offset
     # each batch is looked at before it is sent (C3.6), which costs the more per segment the fewer it has
-    from_extent, to_extent = (_Extent(source), _Extent(target)) if count <= _LOOKED_AT_ONCE else (None, None)
+    together = 0 if count > _LOOKED_AT_ONCE else count
+    from_extent, to_extent = (_Extent(source), _Extent(target)) if together else (None, None)
     batches = []
     first, sent = 0, 0
     while first < count:
@@ -474,10 +528,20 @@ def split(
         last = bisect_right(ends, sent + max_bytes, first, min(first + max_segments, count))
         batch = slice(first, last)
         length, nbytes = lengths[batch], ends[last - 1] - sent
+        if last > together:
+            together = first + _LOOKED_AT_ONCE
+            if last - first <= _LOOKED_AT_ONCE // 2:
+                those = slice(first, together)
+                from_extent, to_extent = (
+                    _Extent(_of_read_only(region[those], offset[those], lengths[those], longest=longest))
+                    for region, offset in ((from_region, from_offset), (to_region, to_offset))
+                )
+            else:
+                together, from_extent, to_extent = last, None, None
         batches.append(
             (
-                _of_read_only(from_region[batch], from_offset[batch], length, from_extent, nbytes),
-                _of_read_only(to_region[batch], to_offset[batch], length, to_extent, nbytes),
+                _of_read_only(from_region[batch], from_offset[batch], length, from_extent, nbytes, longest),
+                _of_read_only(to_region[batch], to_offset[batch], length, to_extent, nbytes, longest),
             )
         )
         first, sent = last, ends[last - 1]
@@ -505,9 +569,23 @@ def _cut(source: Segments, target: Segments, max_bytes: int, grain: int) -> tupl
 
 def same_lengths(source: Segments, target: Segments) -> bool:
     """Of lists of equal count: whether the lengths agree, one by one."""
+    length = source._length
+    if length is not None and length is target._length:
+        return True
     if source.few:
         return [row[2] for row in source.rows()] == [row[2] for row in target.rows()]
-    return source.length is target.length or bool(np.logical_and.reduce(source.length == target.length))
+    return not np.count_nonzero(source.length != target.length)
+
+
+def aligned(source: Segments, target: Segments, grain: int) -> bool:
+    """Of lists whose lengths agree: whether all offsets and lengths are multiples of ``grain``, which is at least 1."""
+    if source.few:
+        return not any(offset % grain or length % grain for _, offset, length in (*source.rows(), *target.rows()))
+    columns = source.offset, target.offset, source.length
+    if grain & (grain - 1):
+        return not any(np.count_nonzero(column % grain) for column in columns)
+    # none is negative: what is below a power of two is in the same bits of all
+    return not any(int(np.bitwise_or.reduce(column)) & (grain - 1) for column in columns)
 
 
 def require_equal_lengths(source: Segments, target: Segments) -> None:
