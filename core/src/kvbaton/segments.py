@@ -63,9 +63,8 @@ class Segments:
                 f"C3.6: columns of {len(columns[0])} regions, {len(columns[1])} offsets and {len(columns[2])} lengths:"
                 " each segment needs one of each"
             )
-        wrong = (columns[2] < 1) | (columns[1] < 0)
-        if wrong.any():
-            at = int(np.argmax(wrong))
+        if len(columns[2]) and (columns[2].item(columns[2].argmin()) < 1 or columns[1].item(columns[1].argmin()) < 0):
+            at = int(np.argmax((columns[2] < 1) | (columns[1] < 0)))
             raise SegmentError(
                 f"C3.6: segment {at} has offset {int(columns[1][at])} and length {int(columns[2][at])}:"
                 " offsets are at least 0, lengths at least 1",
@@ -324,7 +323,7 @@ def _column(values: npt.ArrayLike, kind: Any) -> npt.NDArray[Any]:
     if array.dtype.kind not in "iu" and array.size:
         raise SegmentError(f"C3.6: a column of {array.dtype}: integers of at most 64 bits are needed")
     limits = np.iinfo(kind)
-    if array.size and (int(array.max()) > limits.max or int(array.min()) < limits.min):
+    if array.size and array.dtype != kind and (int(array.max()) > limits.max or int(array.min()) < limits.min):
         raise SegmentError(f"C3.6: a value that does not fit {limits.bits} bits")
     return np.ascontiguousarray(array, dtype=kind)
 
