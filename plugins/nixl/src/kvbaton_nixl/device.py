@@ -1,155 +1,23 @@
 """Packing in device memory: all segments of a part in one launch, ordered by events and not by waiting.
 
-The kernel reads a table, which stays in pinned host memory: a copy of it would cost more than its few bytes.  A program
-takes a piece of a segment, so that unequal segments share the device evenly.  Where everything is aligned to 16 bytes
-it moves whole words, else bytes.
+The kernel of :mod:`~kvbaton_nixl.kernels` reads a table, which stays in pinned host memory: a copy of it would cost
+more than its few bytes.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 
 from kvbaton.connector import MemoryRegion
 from kvbaton_nixl.descriptors import AddressBook, Lattice, Places, columns
+from kvbaton_nixl.kernels import MAX_EACH, Move, prepare
 
 if TYPE_CHECKING:
     from kvbaton_nixl.staging import Slots
-
-#: Elements that one program moves at a time.
-_BLOCK = 2048
-#: Programs that share a segment, at most; enough to fill a device with a few long segments.
-_SPLIT = 64
-
-
-# not a kernel for every count and place: what prepare() compiles is all that there is
-@triton.jit(do_not_specialize=["count", "base", "origin", "shift", "each"])  # type: ignore[untyped-decorator,unused-ignore]
-def _move(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads this, Python does not run it
-    table,
-    count,
-    base,
-    origin,
-    shift,
-    each,
-    lattice: tl.constexpr,
-    wide: tl.constexpr,
-    gather: tl.constexpr,
-    block: tl.constexpr,
-):
-    """``table``: a lattice's units, 32 bits, of segments of ``each`` bytes from the address ``origin`` on; else three
-    columns of ``count``, int64: address, place in the slot, length; bytes."""
-    row = tl.program_id(0)
-    if lattice:
-        address = origin + (tl.load(table + row).to(tl.uint32, bitcast=True).to(tl.int64) << shift)
-        place = base + row.to(tl.int64) * each
-        length = each
-    else:
-        address = tl.load(table + row)
-        place = base + tl.load(table + count + row)
-        length = tl.load(table + 2 * count + row)
-    if wide:
-        address = tl.multiple_of(address, 16)
-        place = tl.multiple_of(place, 16)
-        length = tl.multiple_of(length // 8, 2)
-        outside = address.to(tl.pointer_type(tl.int64))
-        inside = place.to(tl.pointer_type(tl.int64))
-    else:
-        outside = address.to(tl.pointer_type(tl.int8))
-        inside = place.to(tl.pointer_type(tl.int8))
-    for start in range(tl.program_id(1) * block, length, tl.num_programs(1) * block):
-        at = start + tl.arange(0, block)
-        if gather:
-            tl.store(inside + at, tl.load(outside + at, mask=at < length), mask=at < length)
-        else:
-            tl.store(outside + at, tl.load(inside + at, mask=at < length), mask=at < length)
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One launch of the kernel.
-
-    ``table`` is in memory that the device reads: on it, or pinned.  ``base`` is the slot's address; ``origin``,
-    ``shift`` and ``each`` are a lattice's, and 0 where there is none; ``longest`` is the longest segment's length.
-    """
-
-    table: Any
-    count: int
-    base: int
-    origin: int
-    shift: int
-    each: int
-    longest: int
-    wide: bool
-    gather: bool
-
-    def _arguments(self) -> tuple[Any, ...]:
-        numbers = (self.count, self.base, self.origin, self.shift, self.each)
-        return (self.table, *numbers, self.each > 0, self.wide, self.gather, _BLOCK)
-
-    def _grid(self) -> tuple[int, int, int]:
-        per_program = _BLOCK * (8 if self.wide else 1)
-        return self.count, max(1, min(_SPLIT, -(-self.longest // per_program))), 1
-
-    def start(self) -> Any:
-        """On the current stream, by way of Triton's compiler.  Returns what it compiled, or had."""
-        return _move[self._grid()](*self._arguments())
-
-    def run(self, kernels: Kernels, stream: Any) -> None:
-        """On ``stream``, by way of what :func:`prepare` compiled: a fifth of the time of :meth:`start`."""
-        kernel = kernels.get((self.each > 0, self.wide, self.gather))
-        if kernel is None:
-            with torch.cuda.stream(stream):
-                self.start()
-        else:
-            with torch.cuda.device(stream.device):
-                kernel[self._grid()](*self._arguments(), stream=stream.cuda_stream)
-
-
-#: What was compiled: whether for a lattice, for whole words, to gather.
-Kernels = dict[tuple[bool, bool, bool], Any]
-
-
-@functools.cache
-def prepare(device: int) -> Kernels:
-    """Compile the kernels for a CUDA device, once: it takes seconds, and no call of a connector may.
-
-    Returns those that can be launched without asking the compiler again; which need not be all, because how that is
-    done is Triton's affair, so it is tried here.
-    """
-    kernels: Kernels = {}
-    with torch.cuda.device(device):
-        memory = torch.arange(64, dtype=torch.uint8, device="cuda")
-        address = memory.data_ptr()
-        for lattice in (True, False):
-            table = torch.zeros((4,), dtype=torch.int32 if lattice else torch.int64).pin_memory()
-            if not lattice:
-                table[:3] = torch.tensor([address, 0, 16])
-            origin, each = (address, 16) if lattice else (0, 0)
-            for wide in (True, False):
-                for gather in (True, False):
-                    move = Move(table, 1, address + 32, origin, 0, each, 16, wide, gather)
-                    memory[:16], memory[32:48] = 1, 2
-                    compiled = move.start()
-                    memory[:16], memory[32:48] = 3, 4
-                    try:
-                        move.run({(lattice, wide, gather): compiled}, torch.cuda.current_stream())
-                        right = 3 if gather else 4
-                        if (
-                            compiled is not None
-                            and memory[:48].tolist() == [right] * 16 + [*range(16, 32)] + [right] * 16
-                        ):
-                            kernels[lattice, wide, gather] = compiled
-                    except (TypeError, AttributeError):
-                        continue  # a version of Triton that does it otherwise
-        torch.cuda.synchronize()
-    return kernels
 
 
 class _Table:
@@ -197,8 +65,7 @@ class DeviceMover:
         table = self._tables.get(key)
         if table is None or len(table) < count:
             table = self._tables[key] = _Table(1 << (count - 1).bit_length())
-        # of a segment of 2 GiB the kernel would have another type of argument, and have to be compiled
-        if isinstance(segments, Lattice) and not segments.length >> 31:
+        if isinstance(segments, Lattice) and segments.length < MAX_EACH:
             origin, shift, each = self._bases[segments.region], segments.shift, segments.length
             table.host_units[:count] = segments.units
             wide = not (origin | (1 << shift) | each | base) & 15

@@ -110,7 +110,7 @@ class Link:
         self._options = options
         self._below = options.packing_below or PACKING_BELOW[self._ours.kind]
         self._slots = Slots(options.staging_slots, options.staging_bytes or STAGING_BYTES[self._ours.kind])
-        self._mover = make_mover(self._ours.kind, regions, self._slots) if options.packing != "never" else None
+        self._mover = make_mover(self._ours.kind, regions, self._slots, options.packing)
         self._packer: Packer | None = None
         self._unpacker = Unpacker(self._mover, self._slots, region_lengths(regions)) if self._mover else None
         self._parts: list[tuple[Part, Any]] = []

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from kvbaton.byte_size import InBytes
 from kvbaton.ucx import check_names
 
+#: Whether chunks are packed.
+Packing = Literal["auto", "always", "never"]
+
 
 class NixlOptions(BaseModel):
     """Every field has a default that fits one host; an option that nobody reads is an error."""
@@ -23,10 +26,10 @@ class NixlOptions(BaseModel):
     inflight_chunks: Annotated[int, Field(ge=1, le=4096)] = Field(
         128, description="chunks per peer that are posted and not done; more are refused until there is room (T6)"
     )
-    packing: Literal["auto", "always", "never"] = Field(
+    packing: Packing = Field(
         "auto",
         description="gather short segments, write them as one, scatter them at the destination; auto: where their mean"
-        " length is below packing_below",
+        " length is below packing_below, and the device can",
     )
     packing_below: Annotated[InBytes, Field(ge=1)] | None = Field(
         None, description="bytes; by default what was measured: 12 KiB in host memory, 2 MiB in device memory"

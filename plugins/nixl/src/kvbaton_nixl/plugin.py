@@ -19,7 +19,6 @@ from kvbaton.connector import (
     Need,
     SelfTest,
 )
-from kvbaton.errors import TransportError
 from kvbaton_nixl import library
 from kvbaton_nixl.options import NixlOptions
 from kvbaton_nixl.words import MAX_SEGMENTS
@@ -96,19 +95,14 @@ class NixlPlugin:
     def open(self, options: NixlOptions, context: ConnectorContext) -> NixlConnector:
         """A connector for the stage ``context.peer``.
 
-        Where the stage has a device, what packing needs there is made ready before anybody waits for it.
+        Where the stage has a device, what packing needs there is made ready before anybody waits for it.  Raises
+        :class:`~kvbaton.errors.TransportError` where it cannot pack and the option says that it must.
         """
         from kvbaton_nixl.connector import NixlConnector  # only who opens one pays for it
+        from kvbaton_nixl.staging import packs
 
-        if context.device is not None and options.packing != "never":
-            try:
-                from kvbaton_nixl.device import prepare
-            except ImportError as error:
-                raise TransportError(
-                    f"packing in device memory needs torch and triton, and {error}; pip install torch, or set the"
-                    ' option packing to "never"'
-                ) from error
-            prepare(context.device)
+        if context.device is not None:
+            packs(context.device, options.packing)
         return NixlConnector(context.peer, options, capabilities_here())
 
 

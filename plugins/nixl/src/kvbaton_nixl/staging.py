@@ -6,6 +6,8 @@ regions and slots is a *mover*, one for host memory and one for device memory.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -13,8 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
+from kvbaton.errors import TransportError
 from kvbaton_nixl.descriptors import Places, columns
 from kvbaton_nixl.gathering import gather, scatter
+from kvbaton_nixl.options import Packing
+
+_log = logging.getLogger(__name__)
 
 #: What is copied faster than a thread is woken.  Bytes.
 _APART = 1 << 20
@@ -109,11 +115,49 @@ class HostMover:
         self._regions = {}
 
 
-def make_mover(kind: MemoryKind, regions: Sequence[MemoryRegion], slots: Slots) -> Mover:
-    """The mover for a kind of memory."""
+def make_mover(kind: MemoryKind, regions: Sequence[MemoryRegion], slots: Slots, packing: Packing) -> Mover | None:
+    """The mover for a kind of memory; ``None`` where nothing is packed.  Raises as :func:`packs` does."""
+    if packing == "never":
+        return None
     if kind == "host":
         return HostMover(regions, slots)
+    if not packs(regions[0].device, packing):
+        return None
     from kvbaton_nixl.device import DeviceMover  # needs torch and triton, which host memory does not
 
     mover: Any = DeviceMover(regions, slots)
     return mover  # type: ignore[no-any-return]
+
+
+def packs(device: int, packing: Packing) -> bool:
+    """Whether segments are packed on a CUDA device, which is made ready for it: the first time that takes seconds.
+
+    Where the device cannot, ``auto`` goes on without, and a line of the log says why, once.  For ``always``
+    :class:`~kvbaton.errors.TransportError` is raised.
+    """
+    if packing == "never":
+        return False
+    try:
+        _make_ready(device)
+    except TransportError as error:
+        if packing == "always":
+            raise
+        _say_once(f"CUDA device {device} does not pack short segments, so moving them takes longer: {error}")
+        return False
+    return True
+
+
+def _make_ready(device: int) -> None:
+    try:
+        from kvbaton_nixl.kernels import prepare
+    except ImportError as error:
+        raise TransportError(
+            f"packing in device memory needs torch and triton, and {error}; pip install torch, or set the"
+            ' option packing to "never"'
+        ) from error
+    prepare(device)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    _log.warning("%s", line)
