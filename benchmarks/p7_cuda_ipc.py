@@ -60,11 +60,11 @@ def measure_ipc(pipe: Any, devices: tuple[int, int]) -> None:
         offs = []
         for case, length, count in HAND_OFFS:
             ways = source.take(length, count, [way for way in WAYS if count <= SLOW.get(way, count)])
-            offs.append({"case": case, "length": length, "count": count, **source.rates(ways, 11), **source.costs()})
+            offs.append({"case": case, "length": length, "count": count, **source.rates(ways, 41), **source.costs()})
             tell(hand_off=offs[-1])
         for length, count in points(devices):
             ways = source.take(length, count, [way for way in WAYS if count <= SLOW.get(way, count)])
-            curve.append({"length": length, "count": count, **source.rates(ways, 7), **source.costs(5)})
+            curve.append({"length": length, "count": count, **source.rates(ways, 15), **source.costs(5)})
             tell(point=curve[-1])
         beside = source.beside(PROGRAMS) if devices[0] == devices[1] else []
         for one in beside:

@@ -211,6 +211,22 @@ def test_chunks_of_one_pass_share_launches_and_end_one_by_one(two):
     assert pair.target.memory.tolist() == [7] * 640 + [200] * (SIZE - 640)
 
 
+@pytest.mark.clause("T4", "T5")
+def test_the_last_of_many_chunks_have_a_launch_of_their_own(two):
+    """What is said of them is short, and does not wait for those before."""
+    pair = two(inflight=25).connect()
+    several(pair, 25)
+    mover = pair.source.mover
+    assert [len(copy.runs) for copy in mover.copies] == [2, 4, 8]
+    pair.source.poll()
+    assert [len(copy.runs) for copy in mover.copies] == [2, 4, 8, 9, 2]
+    (link,) = pair.source.connector._links.values()
+    assert (link.queued_bytes, link.queued_rows) == (0, 0)
+    mover.finish(5)
+    pair.until(lambda: len(pair.target.receipts) == 25)
+    assert [completion.sequence for completion in pair.source.completions] == list(range(25))
+
+
 @pytest.mark.clause("T5")
 def test_who_waits_starts_what_is_queued(two):
     pair = two(patience=0).connect()

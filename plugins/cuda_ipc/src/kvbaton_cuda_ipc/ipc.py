@@ -2,9 +2,9 @@
 
 **Bytes** go through mappings (:mod:`~kvbaton_cuda_ipc.mapping`): by a kernel of the source's, or copies by its engine,
 on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.  The first
-two chunks after a ``poll`` are started together, the next four, then eight, and the ``poll`` starts what is left:
-within a device a copy of 64 MiB takes no longer than it costs to begin one, and the device is busy with what was
-started while more is gathered.
+two chunks after a ``poll`` are started together, the next four, then eight, and the ``poll`` starts what is left, of
+more than four chunks the last ones by themselves: within a device a copy of 64 MiB takes no longer than it costs to
+begin one, and the device is busy with what was started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
 
 **Visibility** (T3).  The kernel's and the engine's writes are weak, and nothing in the kernel publishes them.  What
@@ -70,6 +70,8 @@ GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
 #: Chunks that are started together at first.  To begin one costs two or three times what its copy takes within a device
 #: (64 MiB): with fewer the device stands still twice more before there is always something begun.
 _TOGETHER = 2
+#: More chunks than this are not started together by a ``poll``: about a quarter, the last, has a launch of its own.
+_AT_ONCE = 4
 #: Seconds between two looks at the device while somebody waits for it.
 _PAUSE = 20e-6
 
@@ -358,10 +360,25 @@ class IpcConnector(ConnectorBase):
                 link.queued_bytes = sum(chunk.nbytes for chunk in kept)
                 link.queued_rows = sum(len(chunk.source) for chunk in kept)
 
-    def _start(self, link: _Link) -> None:
-        """All that is queued, in one launch."""
-        chunks, rows = tuple(link.queued), link.queued_rows
-        self._unqueue(link)
+    def _start_all(self, link: _Link) -> None:
+        """All that is queued; of many the last few by themselves, because nothing is said of any before all that were
+        started with it are over, and whoever waits for the last waits for all that is said with it."""
+        count = len(link.queued)
+        if count > _AT_ONCE:
+            self._start(link, count - count // _AT_ONCE)
+        self._start(link)
+
+    def _start(self, link: _Link, count: int | None = None) -> None:
+        """All that is queued, or so many of it, in one launch."""
+        chunks = tuple(link.queued[:count])
+        if len(chunks) == len(link.queued):
+            rows = link.queued_rows
+            self._unqueue(link)
+        else:
+            rows = sum(len(chunk.source) for chunk in chunks)
+            link.queued_rows -= rows
+            link.queued_bytes -= sum(chunk.nbytes for chunk in chunks)
+            del link.queued[:count]
         self._enter()
         assert self._book is not None
         assert link.book is not None
@@ -456,7 +473,7 @@ class IpcConnector(ConnectorBase):
         for waiting in list(self._links.values()):
             waiting.together = _TOGETHER
             if waiting.queued:
-                self._start(waiting)
+                self._start_all(waiting)
         for event in self._wire.poll():
             link = self._links.get(event.peer)
             if link is None:
