@@ -263,3 +263,16 @@ def test_lanes_that_are_none_are_no_verdict(lane):
     assert "Lane" in trial.lanes_reason
     assert trial.lanes == ()
     assert trial.failure is None
+
+
+@pytest.mark.parametrize(("enough", "measured", "standing"), [(0.0, 1, "degraded"), (60.0, 4, "fit")])
+def test_what_took_long_enough_is_left_out_and_said(enough, measured, standing):
+    """A rate of the smallest size is no verdict on the transport's."""
+    report = examined(attempt=partial(QUICK, enough=enough))
+    (one,) = [one for one in report.transports if one.trial is not None]
+    assert len(one.trial.measured) == measured
+    assert one.trial.left_out == (1 << 17, 4096, 1 << 17)[: 4 - measured]
+    assert one.trial.whole is (standing == "fit")
+    assert one.verdict.standing == standing
+    told = " ".join(finding.sentence() for finding in one.verdict.findings)
+    assert ("3 of 4 measurements were not begun, and none of 128 KiB was made" in told) is (standing == "degraded")

@@ -24,7 +24,7 @@ SIZES: Final = (4 * KiB, 64 * KiB, 1 * MiB, 16 * MiB)
 #: Seconds for one size in one direction, warm-up aside, and the repetitions within them.
 BUDGET: Final = 0.2
 REPEATS: Final = (3, 40)
-#: Seconds that any one order may take, and after which no further size is begun.
+#: Seconds that any one order may take; and from when both ends are open until no further size is begun.
 BOUND: Final = 10.0
 ENOUGH: Final = 20.0
 #: Seconds to connect, and to close; a machine that does much else takes its time.
@@ -59,7 +59,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What was found.  ``lanes_reason``: why there are no lanes.  ``closing``: what was wrong with how it ended."""
+    """What was found.  ``lanes_reason``: why there are no lanes.  ``closing``: what was wrong with how it ended.
+    ``left_out``: sizes, of either direction, that were not begun, because it had taken long enough."""
 
     memory: MemoryKind
     devices: tuple[int, int]
@@ -69,6 +70,7 @@ class Trial(msgspec.Struct, frozen=True):
     failure: Failure | None = None
     closing: tuple[str, ...] = ()
     seconds: float = 0.0
+    left_out: tuple[int, ...] = ()
 
     def _of_size(self, nbytes: int) -> list[Measured]:
         return [one for one in self.measured if one.nbytes == nbytes]
@@ -77,6 +79,12 @@ class Trial(msgspec.Struct, frozen=True):
     def rate(self) -> float:
         """Bytes per second at the largest size, of the slower direction; 0 where nothing was measured."""
         return min((one.rate for one in self._of_size(max(self._sizes))), default=0.0) if self.measured else 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the largest size that was meant to be was measured, so that :attr:`rate` is one of bytes and not of
+        what it costs to begin."""
+        return bool(self.measured) and max(self._sizes) >= max(self.left_out, default=0)
 
     @property
     def plain(self) -> float:
@@ -104,6 +112,7 @@ def attempt(
     progress: Progress = lambda line: None,
     sizes: Sequence[int] = SIZES,
     bound: float = BOUND,
+    enough: float = ENOUGH,
     opener: OpenPair = open_pair,
 ) -> Trial:
     """Try ``name``, whose plugin and valid options are given.  Nothing runs any more when it returns.
@@ -114,6 +123,7 @@ def attempt(
     lanes, reason = ((), "") if reach == "same_process" else _lanes(plugin, options, memory, progress)
     measured: list[Measured] = []
     closing: list[str] = []
+    left_out: list[int] = []
     failure = None
     progress("starting one process" if reach == "same_process" else "starting two processes")
     try:
@@ -122,11 +132,13 @@ def attempt(
             bounds=Bounds(open=30.0 if memory == "host" else 90.0, connect=CONNECT, look=30.0, close=CLOSE),
             chunk=bound, reach=reach, problems=closing.append,
         ) as pair:  # fmt: skip
+            opened = time.monotonic()  # what came before may have taken long: kernels are compiled, once
             for way in (pair.forward, pair.back):
                 way.prepare()
                 for nbytes in sizes:
-                    if time.monotonic() - start > ENOUGH and measured:
-                        break
+                    if time.monotonic() - opened > enough and measured:
+                        left_out.append(nbytes)
+                        continue
                     progress(f"{size(nbytes)} from {way.source} to {way.target}")
                     measured.append(_measure(way, nbytes, 2 * max(sizes), bound))
     except PairFailed as error:
@@ -134,7 +146,8 @@ def attempt(
     except KvbatonError as error:
         failure = Failure("failed", str(error))
     return Trial(
-        memory, devices, tuple(measured), lanes, reason, failure, tuple(closing), time.monotonic() - start
+        memory, devices, tuple(measured), lanes, reason, failure, tuple(closing), time.monotonic() - start,
+        tuple(left_out),
     )  # fmt: skip
 
 

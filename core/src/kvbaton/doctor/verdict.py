@@ -14,8 +14,8 @@ import msgspec
 from kvbaton.connector import Advice, ConnectorPlugin, SelfTest, WithAdvice
 from kvbaton.doctor import foreign
 from kvbaton.doctor.machine import Machine
-from kvbaton.doctor.trial import Trial
-from kvbaton.quantities import duration, rate
+from kvbaton.doctor.trial import ENOUGH, Trial
+from kvbaton.quantities import duration, rate, size
 
 #: A transport with less than this share of the rate of plain copying is degraded.  Copying within a device is so fast
 #: that what is started from Python comes nowhere near it.
@@ -51,7 +51,10 @@ def judge(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machin
     """Never raises: a plugin whose advice fails has said nothing but that."""
     findings = _of_failure(name, trial)
     if trial.measured and trial.failure is None:
-        findings += _of_rate(name, trial, _advice(name, plugin, options, trial, machine))
+        if trial.whole:
+            findings += _of_rate(name, trial, _advice(name, plugin, options, trial, machine))
+        if trial.left_out:
+            findings.append(_of_time(name, trial))
     if trial.closing:
         findings.append(
             Finding(
@@ -104,6 +107,18 @@ def _of_rate(name: str, trial: Trial, advice: list[Advice]) -> list[Finding]:
             )
         )  # fmt: skip
     return found
+
+
+def _of_time(name: str, trial: Trial) -> Finding:
+    count = len(trial.measured) + len(trial.left_out)
+    text = f"{name} was slow: {len(trial.left_out)} of {count} measurements were not begun"
+    if trial.whole:
+        return Finding("note", text)
+    largest = size(max(trial.left_out))
+    return Finding(
+        "degraded", f"{text}, and none of {largest} was made", f"all of them within {ENOUGH:g} s",
+        f"run it again where less else runs; kvbaton bench {name} takes as long as it is told",
+    )  # fmt: skip
 
 
 def _advice(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machine: Machine) -> list[Advice]:
