@@ -1,12 +1,15 @@
 """What a compiled kernel must show before it is used, and how the driver is handed one; without a device."""
 
 import ctypes
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from kvbaton_cuda_ipc import scatter
+from kvbaton.errors import TransportError
+from kvbaton_cuda_ipc import kernels, scatter
 from kvbaton_cuda_ipc.kernels import Launch, Proof, Unsuitable
 
 PTX = """
@@ -131,3 +134,39 @@ def test_the_driver_is_handed_the_kernels_arguments(beside):
 def test_a_kernel_that_is_not_as_known_is_not_handed_to_the_driver(made):
     with pytest.raises(Unsuitable):
         Launch(Recorder(), made)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Kernels whose proofs are in the host's memory, where a test moves them."""
+    monkeypatch.setattr(kernels, "Proof", functools.partial(Proof, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return kernels.Kernels(Recorder())
+
+
+@pytest.mark.clause("T3")
+def test_what_moves_wrong_bytes_is_refused(made, monkeypatch):
+    monkeypatch.setattr(scatter, "launch", lambda plan, table: compiled())
+    with pytest.raises(TransportError, match=r"T3: .*triton \d.*wrong bytes.*install another version"):
+        made.compile()
+
+
+@pytest.mark.clause("T3")
+def test_a_launch_by_the_driver_that_moves_nothing_is_left_to_triton(made, monkeypatch):
+    def launch(plan, table):
+        by_hand(plan, table)
+        return compiled()
+
+    monkeypatch.setattr(scatter, "launch", launch)
+    made.compile()
+    assert "was not moved" in made.indirect
+    assert set(made._launches.values()) == {kernels._by_triton}
+
+
+def test_a_compiler_that_fails_is_named_with_what_it_said(made, monkeypatch):
+    def launch(plan, table):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(scatter, "launch", launch)
+    with pytest.raises(TransportError, match=r"triton \d.*RuntimeError: Failed to find C compiler;.*nixl"):
+        made.compile()

@@ -165,6 +165,7 @@ class Driver(kvbaton.cuda.Driver):
         return True
 
     def forget(self, event: int) -> None:
+        """End what :meth:`event` made, which the device need not have reached."""
         self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
 
 

@@ -85,7 +85,7 @@ class Kernels:
     def compile(self) -> None:
         """For the current device.  Takes seconds the first time, on a machine that has not done it before.
 
-        Raises :class:`~kvbaton.errors.TransportError` where what was compiled moves wrong bytes.
+        Raises :class:`~kvbaton.errors.TransportError` where nothing could be compiled, or what was moves wrong bytes.
         """
         import torch
         import triton
@@ -93,7 +93,13 @@ class Kernels:
         stream = torch.cuda.current_stream().cuda_stream
         for rows, words in scatter.TILES:
             proof = Proof(rows, words)
-            compiled = proof.by(scatter.launch)
+            try:
+                compiled = proof.by(scatter.launch)
+            except Exception as error:  # Triton's, its C compiler's, or CUDA's
+                raise TransportError(
+                    f"triton {triton.__version__} compiles no kernel for this device: {type(error).__name__}: {error};"
+                    " install another version of triton, or choose the transport nixl"
+                ) from error
             if not proof.holds():
                 raise TransportError(
                     f"T3: the kernel that triton {triton.__version__} makes for this device moves wrong bytes (tiles "

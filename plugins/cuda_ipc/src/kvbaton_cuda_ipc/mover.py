@@ -7,6 +7,7 @@ what was started is over when its event says so.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from kvbaton.connector import DeviceEvent
 from kvbaton.errors import TransportError
-from kvbaton_cuda_ipc.driver import Driver
+from kvbaton_cuda_ipc.driver import Driver, DriverError
 
 #: Three rows: source addresses, target addresses, lengths in bytes.
 Table = npt.NDArray[np.int64]
@@ -126,6 +127,7 @@ class Events:
         return _Recorded(self, free.pop())
 
     def over(self, handle: int) -> bool:
+        """Whether the device has come there; then the event is free again, and this may not be asked once more."""
         if self._closed:
             return True
         if not self._cuda.reached(handle):
@@ -138,7 +140,8 @@ class Events:
         self._closed = True
         self._free.clear()
         while self._made:
-            self._cuda.forget(self._made.pop())
+            with contextlib.suppress(DriverError):  # of a device that has failed, which has been told where it mattered
+                self._cuda.forget(self._made.pop())
 
 
 class DeviceMover:

@@ -1,0 +1,250 @@
+"""What starts copies on a device: its tables, its events, and what it does where the device fails; without a device."""
+
+import ctypes
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvbaton_cuda_ipc import kernels, mover
+from kvbaton_cuda_ipc.driver import DriverError
+from kvbaton_cuda_ipc.mover import Adrift, DeviceMover, Events
+
+LANE = 7  # a stream
+
+
+class Device:
+    """It does what is in a stream one after the other, and only when the test lets it."""
+
+    def __init__(self):
+        self.streams = {}
+        self.reached_events = {}
+        self.forgotten = []
+        #: Where runs may be, from and to: what is elsewhere is not touched.
+        self.bounds = []
+        #: Raised by whatever is asked of it.
+        self.fails = None
+
+    def _put(self, stream, work):
+        if self.fails is not None:
+            raise self.fails
+        self.streams.setdefault(stream, deque()).append(work)
+
+    def step(self, stream):
+        if self.streams.get(stream):
+            self.streams[stream].popleft()()
+
+    def finish(self):
+        for stream in self.streams:
+            while self.streams[stream]:
+                self.step(stream)
+
+    # -- the driver
+
+    def copy(self, target, source, nbytes, stream):
+        self._put(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def event(self):
+        event = 100 + len(self.reached_events)
+        self.reached_events[event] = True
+        return event
+
+    def record(self, event, stream):
+        self._put(stream, lambda: self.reached_events.update({event: True}))
+        self.reached_events[event] = False
+
+    def reached(self, event):
+        return self.reached_events[event]
+
+    def forget(self, event):
+        self.forgotten.append(event)
+        if self.fails is not None:
+            raise self.fails
+
+    # -- the kernel: it reads its table when it runs
+
+    def run(self, plan, table, stream):
+        def work():
+            for source, target, length in table.numpy()[: 3 * plan.rows].reshape(3, plan.rows).T.tolist():
+                for (first, past), address in zip(self.bounds, (source, target), strict=True):
+                    assert first <= address <= address + length <= past, "a table that is not this launch's"
+                ctypes.memmove(target, source, length)
+
+        self._put(stream, work)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = Device()
+    streams = iter(range(1, 100))
+
+    def tables(count, rows, _):
+        ends = [torch.zeros((count, 3 * rows), dtype=torch.int64) for _ in range(2)]
+        return [mover._Table(*both) for both in zip(*ends, strict=True)]
+
+    def stream(_):
+        handle = next(streams)
+        return SimpleNamespace(cuda_stream=handle, query=lambda: not device.streams.get(handle))
+
+    monkeypatch.setattr(mover, "_tables", tables)
+    monkeypatch.setattr(mover, "_TABLES", 3)
+    monkeypatch.setattr(mover, "_ROWS", 16)
+    monkeypatch.setattr(kernels, "kernels", lambda cuda, ordinal: device)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return device
+
+
+@pytest.fixture
+def memory(device):
+    source = np.random.default_rng(1).integers(0, 128, 1 << 16, np.uint8)
+    target = np.full_like(source, 200)
+    device.bounds = [(one.ctypes.data, one.ctypes.data + one.nbytes) for one in (source, target)]
+    return source, target
+
+
+def opened(device, engine_above=1 << 20):
+    return DeviceMover(device, 0, 8, engine_above)
+
+
+def runs_of(memory, cells, length=64):
+    """Every one of these cells, from its place in the one to that in the other."""
+    source, target = memory
+    cells = np.array(cells, np.int64)
+    return np.stack((source.ctypes.data + cells * length, target.ctypes.data + cells * length, 0 * cells + length))
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("aligned", [True, False])
+def test_every_byte_comes_however_far_the_device_is_behind(device, memory, seed, aligned):
+    """More launches than there are tables, of more rows than these have room for, written there or brought along."""
+    source, target = memory
+    draw = random.Random(seed)
+    ours = opened(device)
+    length = 64 if aligned else 61
+    cells = list(range(len(source) // length))
+    draw.shuffle(cells)
+    events = []
+    while cells:
+        some = [cells.pop() for _ in range(min(len(cells), draw.choice((1, 5, 16, 40))))]
+        runs = runs_of(memory, some, length)
+        if draw.random() < 0.2:
+            ours.room(3)  # given, and not started
+        if draw.random() < 0.6:
+            here = ours.room(len(some))
+            here[:] = runs
+            events.append(ours.start(here))
+        else:
+            events.append(ours.start(runs))
+            runs[:] = 0  # the caller's again
+        for _ in range(draw.randrange(6)):
+            device.step(draw.choice((1, 2)))
+    device.finish()
+    assert all(event.query() for event in events)
+    moved = len(source) // length * length
+    assert np.array_equal(target[:moved], source[:moved])
+    assert (target[moved:] == 200).all()
+    assert ours.figures()["kernel_bytes_total"] == moved
+
+
+@pytest.mark.clause("T12")
+def test_a_table_is_used_again_once_its_launch_is_over(device, memory):
+    ours = opened(device)
+    for number in range(200):
+        ours.room(2)
+        runs = ours.room(1)
+        runs[:] = runs_of(memory, [number])
+        ours.start(runs)
+        device.finish()
+    assert ours.figures()["tables"] == 3
+    assert len(device.reached_events) <= 3
+
+
+@pytest.mark.clause("T3")
+def test_long_runs_go_by_the_engine_and_the_others_by_the_kernel(device, memory):
+    source, target = memory
+    ours = opened(device, engine_above=4096)
+    runs = ours.room(3)
+    runs[:] = np.concatenate((runs_of(memory, [0, 2], 4096), runs_of(memory, [70], 64)), axis=1)
+    event = ours.start(runs)
+    assert not event.query()
+    device.finish()
+    assert event.query()
+    for first, past in ((0, 4096), (8192, 12288), (4480, 4544)):
+        assert np.array_equal(target[first:past], source[first:past])
+    assert (target == 200).sum() == len(target) - 2 * 4096 - 64
+    figures = ours.figures()
+    assert (figures["engine_runs_total"], figures["engine_bytes_total"]) == (2, 8192)
+    assert (figures["kernel_runs_total"], figures["kernel_bytes_total"], figures["launches_total"]) == (1, 64, 1)
+
+
+@pytest.mark.clause("T5")
+def test_a_start_that_fails_says_why_and_the_next_one_goes(device, memory):
+    ours = opened(device)
+    device.fails = DriverError("cuMemcpyAsync: CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+        ours.start(runs_of(memory, [0]))
+    device.fails = None
+    event = ours.start(runs_of(memory, [1]))
+    device.finish()
+    assert event.query()
+    assert np.array_equal(memory[1][64:128], memory[0][64:128])
+
+
+@pytest.mark.clause("T5")
+def test_a_device_that_does_not_say_what_it_still_does_is_adrift(device, memory, monkeypatch):
+    ours = opened(device)
+    ours.start(runs_of(memory, [0]))
+    ours.start(runs_of(memory, [1]))
+    device.fails = DriverError("cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED")
+    monkeypatch.setattr(ours, "settle", lambda: False)
+    with pytest.raises(Adrift, match="LAUNCH_FAILED"):
+        ours.start(runs_of(memory, [2]))
+
+
+@pytest.mark.clause("T5")
+def test_an_event_is_used_again_only_once_it_was_seen():
+    """One that was seen stays over, whatever its successor waits for."""
+    device = Device()
+    events = Events(device)
+    first = events.record(LANE)
+    assert not first.query()
+    device.finish()
+    assert first.query()
+    second, third = events.record(LANE), events.record(LANE)
+    assert first.query()
+    assert not second.query()
+    device.step(LANE)
+    assert second.query()
+    assert not third.query()
+    assert len(device.reached_events) == 2
+    events.close()
+    assert third.query()
+
+
+@pytest.mark.clause("T5")
+def test_an_event_that_was_not_recorded_is_left():
+    device = Device()
+    events = Events(device)
+    device.fails = DriverError("cuEventRecord: CUDA_ERROR_INVALID_HANDLE")
+    with pytest.raises(DriverError):
+        events.record(LANE)
+    device.fails = None
+    assert not events.record(LANE).query()
+    assert len(device.reached_events) == 1
+
+
+@pytest.mark.clause("T10")
+def test_closing_gives_every_event_back_also_where_the_device_has_failed():
+    device = Device()
+    events = Events(device)
+    for _ in range(3):
+        events.record(LANE)
+    device.fails = DriverError("cuEventDestroy_v2: CUDA_ERROR_ILLEGAL_ADDRESS")
+    events.close()
+    events.close()
+    assert sorted(device.forgotten) == sorted(device.reached_events)
