@@ -13,7 +13,7 @@ from kvbaton_conformance.traffic import Traffic
 
 #: Regions of the tests of large chunks.
 _LARGE = {0: 8 << 20}
-#: Of the test of many segments: these, and the gaps between them.
+#: The region of the test of many segments: room for them and the gaps between them.
 _MANY = {0: 8 << 20}
 
 

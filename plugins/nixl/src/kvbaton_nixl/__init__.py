@@ -24,7 +24,8 @@ writes straight into our memory, whatever becomes of our agent.
 link sends a small *ping* now and then.
 
 Modules: :mod:`~kvbaton_nixl.library` finds NIXL and maps its errors, :mod:`~kvbaton_nixl.words` is what peers say to
-each other, :mod:`~kvbaton_nixl.descriptors` turns segments into addresses, :mod:`~kvbaton_nixl.link` is one peer,
+each other, :mod:`~kvbaton_nixl.descriptors` turns segments into addresses, :mod:`~kvbaton_nixl.staging` is where
+short ones are packed, on a device by the kernel of :mod:`~kvbaton_nixl.kernels`, :mod:`~kvbaton_nixl.link` is one peer,
 :mod:`~kvbaton_nixl.connector` is the promise.
 """
 
