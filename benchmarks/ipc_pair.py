@@ -248,8 +248,8 @@ class Source:
 
         Each turn is two runs of a way, of which the second counts: where both processes use one device, the first also
         pays for the device's change from the process whose way it was before.  Only turns count in which this
-        processor was as fast as it can be (:func:`cores.pace`, before and after), where there are so many;
-        ``undisturbed``: the share of all that were.
+        processor was as fast as it can be (:func:`cores.pace`, before and after), and the least disturbed of the others
+        where these are fewer than five; ``undisturbed``: the share of all turns that were so.
         """
         seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for turn in range(repeats + 2):
