@@ -148,7 +148,7 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
             ratio = off["kvbaton"] / off["copy"]
             rows.append(
                 {
-                    "id": "P7", "case": off["case"], "value": round(ratio, 3),
+                    "id": "P7", "case": off["case"], "value": round(ratio, 4),
                     "unit": "kvbaton rate / the device's own copy", "target": 0.7, "ok": ratio >= 0.7,
                 }
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -170,3 +171,21 @@ def test_a_compiler_that_fails_is_named_with_what_it_said(made, monkeypatch):
     monkeypatch.setattr(scatter, "launch", launch)
     with pytest.raises(TransportError, match=r"triton \d.*RuntimeError: Failed to find C compiler;.*nixl"):
         made.compile()
+
+
+@pytest.mark.clause("T2")
+def test_a_refusal_is_remembered(monkeypatch):
+    """To compile and prove again takes seconds, and says the same."""
+    asked = []
+
+    def refuse(made):
+        asked.append(made)
+        raise TransportError("T3: wrong bytes")
+
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    monkeypatch.setattr(kernels.Kernels, "compile", refuse)
+    cuda = Recorder()
+    for _ in range(3):
+        with pytest.raises(TransportError, match="wrong bytes"):
+            kernels.kernels(cuda, 0)
+    assert len(asked) == 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import re
 import struct
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc import scatter
 from kvbaton_cuda_ipc.driver import Driver, DriverError
 
+_log = logging.getLogger(__name__)
 #: The kernel's own parameters as the compiler writes them, behind which it may have up to two addresses of its own.
 _PARAMETERS = ["u64", *["u32"] * 5]
 _PARAMETER = re.compile(r"^\s*\.param\s+\.(\w+)\b[^,;]*_param_\d+,?$", re.MULTILINE)
@@ -174,12 +176,28 @@ class Proof:
         return bool(np.array_equal(self._target.cpu().numpy(), self._expected))
 
 
-@functools.cache
 def kernels(cuda: Driver, device: int) -> Kernels:
-    """Those of a CUDA device, compiled once: it takes seconds, and no call of a connector may."""
+    """Those of a CUDA device, compiled once: it takes seconds, and no call of a connector may.
+
+    Raises :class:`~kvbaton.errors.TransportError` as :meth:`Kernels.compile` did, whenever it is asked again.
+    """
+    made = _compiled(cuda, device)
+    if isinstance(made, str):
+        raise TransportError(made)
+    return made
+
+
+@functools.cache
+def _compiled(cuda: Driver, device: int) -> Kernels | str:
+    """Or why there are none."""
     import torch
 
     made = Kernels(cuda)
-    with torch.cuda.device(device):
-        made.compile()
+    try:
+        with torch.cuda.device(device):
+            made.compile()
+    except TransportError as error:
+        return str(error)
+    if made.indirect:
+        _log.info("each launch costs more: it goes by Triton and not by the driver: %s", made.indirect)
     return made
