@@ -1,5 +1,6 @@
 """The guard alone, around a connector that says what it is told (T2, T6, T8, T11, T12; C1.4, C3.5, C3.6, C5.4)."""
 
+import enum
 import threading
 import time
 from dataclasses import replace
@@ -732,6 +733,26 @@ def test_timed_out_is_not_a_plugins_word():
     rig.plugin.complete(rig.post(), Outcome.TIMED_OUT)
     (completion,) = rig.poll().completions
     assert (completion.outcome, completion.source_quiet, completion.target_quiet) == (Outcome.FAILED, False, False)
+
+
+class Odd(enum.Enum):
+    LOST = "lost"
+
+
+@pytest.mark.clause("T5", "C6.1")
+@pytest.mark.parametrize("outcome", ["done", None, Odd.LOST, ["done"]])
+def test_what_is_no_outcome_ends_a_chunk_once_and_proves_nothing(outcome):
+    """Nor does it keep from us what came with it."""
+    rig = Rig(D0)
+    wrong, right = rig.post(), rig.post()
+    rig.plugin.complete(wrong, outcome)
+    rig.plugin.complete(right, Outcome.DONE)
+    first, second = rig.poll().completions
+    assert (first.sequence, first.outcome, first.source_quiet, first.target_quiet) == (0, Outcome.FAILED, False, False)
+    assert (second.transfer, second.outcome) == (right.transfer, Outcome.DONE)
+    rig.guard.fenced(D0)
+    assert [c.terminal for c in rig.poll().completions] == [True]
+    assert rig.balanced()
 
 
 @pytest.mark.clause("T5")

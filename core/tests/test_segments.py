@@ -290,6 +290,14 @@ class TestChecks:
         assert caught.value.segment == len(inside)
 
     @pytest.mark.clause("C3.6")
+    @pytest.mark.parametrize("size", [0, -1, 10 - 2**63, -(2**63)])
+    @pytest.mark.parametrize("count", [1, 40, 5000])
+    def test_a_region_of_no_size_holds_nothing(self, size, count):
+        """A peer may announce what is no size: that near the end of 64 bits must not turn into room."""
+        with pytest.raises(SegmentError, match=f"which has {size} bytes"):
+            Segments.of([(0, 0, 50)] * count).check_bounds({0: size})
+
+    @pytest.mark.clause("C3.6")
     @settings(deadline=None, max_examples=30)
     @given(st.data())
     def test_lengths_agree_where_each_does(self, data):

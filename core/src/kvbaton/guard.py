@@ -106,6 +106,8 @@ class PeerState(enum.Enum):
 _CONNECTING, _UP, _CLOSING, _DOWN = PeerState
 _LEAVING = (_CLOSING, _DOWN)
 _DONE, _TIMED_OUT = Outcome.DONE, Outcome.TIMED_OUT
+#: By which a plugin may end a chunk.
+_ENDS = (_DONE, Outcome.FAILED, Outcome.CANCELLED)
 
 
 class GuardedConnector:
@@ -878,16 +880,17 @@ class GuardedConnector:
             self._dropped["completion_unknown"] += 1
         elif flight.completed:
             self._dropped["completion_duplicate"] += 1
-        elif completion.outcome is _TIMED_OUT:
-            flight.completed = True  # only the guard says timed out; from a plugin the word is no proof of quiet (T8)
+        elif (outcome := completion.outcome) is not _DONE and outcome not in _ENDS:
+            # only the guard says timed out, and what is no outcome ends a chunk, too; neither proves quiet (T5, T8)
+            flight.completed = True
             self._prove(flight, Outcome.FAILED, False, False, completion.error)
         else:
             flight.completed = True
-            if completion.outcome is _DONE:
+            if outcome is _DONE:
                 self.chunk_seconds.add(now - flight.deadline + self._chunk_deadline)
             fenced = flight.peer.fenced
             source, target = completion.source_quiet or fenced, completion.target_quiet or fenced
-            self._prove(flight, completion.outcome, source, target, completion.error, completion)
+            self._prove(flight, outcome, source, target, completion.error, completion)
 
     def _on_receipt(self, receipt: Receipt) -> None:
         # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.

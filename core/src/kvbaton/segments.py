@@ -265,9 +265,9 @@ class Segments:
         """
         if self.within(lengths):
             return
-        # a peer may have announced what no column can name
+        # a peer may have announced what no column can name, and sizes that are none
         ids = np.array(sorted(id for id in lengths if abs(id) <= _MAX_REGION + 1), dtype=np.int64)
-        sizes = np.array([min(lengths[int(id)], _MAX) for id in ids], dtype=np.int64)
+        sizes = np.array([max(0, min(lengths[int(id)], _MAX)) for id in ids], dtype=np.int64)
         if not len(ids):
             raise SegmentError(f"C3.6: {what} has segments, but there are no regions", segment=0)
         at = np.minimum(np.searchsorted(ids, self.region), len(ids) - 1)

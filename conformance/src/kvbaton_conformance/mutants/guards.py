@@ -122,7 +122,8 @@ add("a-chunk-for-a-dead-peer-is-full", "a chunk for a peer that is down is refus
     edit(G.submit, "if peer is None or peer.state in _LEAVING:", "if peer is None:",
          "peer.state is _CONNECTING\n", "peer.state is not _UP\n"))  # fmt: skip
 add("plugins-word-for-late-is-believed", "TIMED_OUT from a plugin counts as core's own", "T5 T8",
-    edit(G._on_completion, "elif completion.outcome is _TIMED_OUT:", "elif False:"))  # fmt: skip
+    edit(G._on_completion, "elif (outcome := completion.outcome) is not _DONE and outcome not in _ENDS:",
+         "elif (outcome := completion.outcome) is None:"))  # fmt: skip
 add("cancelling-what-is-over-ends-it-again", "a cancel of a transfer that has nothing under way is reported as an end",
     "T9 C7.1",
     edit(G.cancel, "    self._enter()\n", "    self._enter()\n    self._news.completions += [\n"
