@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -114,6 +115,26 @@ def test_the_driver_is_handed_the_kernels_arguments(beside):
     function, programs, threads, stream, values = cuda.launched
     assert (function, programs, threads, stream) == (77, plan.programs, 512, 5)
     assert values == [base, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, 0, 0]
+
+
+@pytest.mark.clause("T3", "T11")
+def test_launches_of_two_threads_do_not_mix():
+    """Two connectors of a process share what was compiled, and other threads run while the driver reads."""
+
+    class Slow(Recorder):
+        def launch(self, function, programs, threads, stream, arguments):
+            if stream == 1:
+                other = threading.Thread(target=launch, args=(plan, SimpleNamespace(data_ptr=lambda: 1 << 41), 2))
+                other.start()
+                other.join(10)
+            super().launch(function, programs, threads, stream, arguments)
+            seen[stream] = self.launched[4][0]
+
+    seen = {}
+    launch = Launch(Slow(), compiled())
+    plan = scatter.plan(np.array([[1 << 42], [1 << 43], [64]]), 132)
+    launch(plan, SimpleNamespace(data_ptr=lambda: 1 << 40), 1)
+    assert seen == {1: 1 << 40, 2: 1 << 41}
 
 
 @pytest.mark.clause("T12")

@@ -15,6 +15,7 @@ import functools
 import logging
 import re
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,10 +38,20 @@ class Unsuitable(Exception):
     """A compiled kernel that the driver cannot be handed as we would: Triton's affair, which changes with it."""
 
 
+class _Arguments(threading.local):
+    """Where the driver reads a launch's arguments: in each thread elsewhere, for others run while it does."""
+
+    def __init__(self) -> None:
+        self.values = ctypes.create_string_buffer(_ARGUMENTS.size)
+        first = ctypes.addressof(self.values)
+        self._places = (ctypes.c_void_p * len(_OFFSETS))(*[first + offset for offset in _OFFSETS])
+        self.address = ctypes.addressof(self._places)
+
+
 class Launch:
     """One compiled kernel, launched by the driver.  Raises :class:`Unsuitable` where that is not known to be right.
 
-    Threading: one thread at a time; the arguments have one place.
+    Threading: any; connectors of one process share it.
     """
 
     def __init__(self, cuda: Driver, compiled: Any) -> None:
@@ -63,16 +74,14 @@ class Launch:
         if not plain:
             raise Unsuitable(f"the kernel takes {', '.join(taken)} and {about}")
         self._cuda = cuda
-        self._values = ctypes.create_string_buffer(_ARGUMENTS.size)
-        first = ctypes.addressof(self._values)
-        self._places = (ctypes.c_void_p * len(_OFFSETS))(*[first + offset for offset in _OFFSETS])
-        self._arguments = ctypes.addressof(self._places)
+        self._arguments = _Arguments()
 
     def __call__(self, plan: scatter.Plan, table: Any, stream: int) -> None:
+        mine = self._arguments
         _ARGUMENTS.pack_into(
-            self._values, 0, table.data_ptr(), plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, 0, 0
+            mine.values, 0, table.data_ptr(), plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, 0, 0
         )
-        self._cuda.launch(self._function, plan.programs, self._threads, stream, self._arguments)
+        self._cuda.launch(self._function, plan.programs, self._threads, stream, mine.address)
 
 
 class Kernels:
