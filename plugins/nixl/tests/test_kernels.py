@@ -326,6 +326,22 @@ def test_a_library_that_is_missing_is_named(device, monkeypatch):
     opened("auto").close()
 
 
+def test_a_library_that_does_not_load_is_named(device, monkeypatch):
+    """A torch that was made for another CUDA raises what the loader says."""
+
+    class Broken:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "kvbaton_nixl.kernels":
+                raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "kvbaton_nixl.kernels")
+    monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
+    with pytest.raises(TransportError, match=r"torch and triton, and libcudnn\.so\.9"):
+        opened("always")
+    opened("auto").close()
+
+
 # -- the kernel itself, in Triton's interpreter ------------------------------------------------------------------------
 
 

@@ -150,7 +150,7 @@ def packs(device: int, packing: Packing) -> bool:
 def _make_ready(device: int) -> None:
     try:
         from kvbaton_nixl.kernels import prepare
-    except ImportError as error:
+    except Exception as error:  # not only what is missing: a library of theirs may not load
         raise TransportError(
             f"packing in device memory needs torch and triton, and {error}; pip install torch, or set the"
             ' option packing to "never"'
