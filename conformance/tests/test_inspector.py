@@ -3,6 +3,7 @@
 import pytest
 
 from kvbaton.segments import Segments
+from kvbaton_conformance import inspector
 from kvbaton_conformance.inspector import ByteInspector
 
 
@@ -55,6 +56,20 @@ def test_every_kind_of_wrong_byte_is_found(ends, carried, says):
         carry(ends, read, write)
     with pytest.raises(AssertionError, match=r"^T3: memory of decode-0(.|\n)*" + says):
         ends[1].check(image)
+
+
+@pytest.mark.clause("T3")
+def test_of_many_wrong_runs_a_few_are_described_and_all_counted(ends, monkeypatch):
+    """Each is looked for among the segments: of thousands in as many segments that would take minutes."""
+    described = []
+    where = inspector._where
+    monkeypatch.setattr(inspector, "_where", lambda *about: described.append(about) or where(*about))
+    image = expected(ends)
+    for at in range(300, 500, 2):
+        carry(ends, (0, at, 1), (0, at, 1))
+    with pytest.raises(AssertionError, match=r"and 99 more runs"):
+        ends[1].check(image)
+    assert len(described) == 3
 
 
 def test_the_message_begins_with_the_clause_that_is_asked_for(ends):

@@ -117,17 +117,21 @@ class ByteInspector:
     def check(self, expected: Image, clause: str = "T3") -> None:
         """Raise ``AssertionError``, beginning with ``clause``, unless every byte of every region is as expected."""
         problems: list[str] = []
+        count = 0
         for id, data in expected.regions.items():
             wanted, seen = np.frombuffer(data, np.uint8), np.asarray(window(self._regions[id]))
             for start, end in _runs(wanted != seen):
+                count += 1
+                if count > _SHOWN:  # there may be many, and each is looked for among many segments
+                    continue
                 problems.append(
                     f"region {id}, bytes {start}..{end}: expected {_hex(wanted[start:end])},"
                     f" found {_hex(seen[start:end])},"
                     f" {_where(id, start, end, expected.written)}"
                 )
         if problems:
-            more = f"\n  and {len(problems) - _SHOWN} more runs" if len(problems) > _SHOWN else ""
-            lines = "\n  ".join(problems[:_SHOWN])
+            more = f"\n  and {count - _SHOWN} more runs" if count > _SHOWN else ""
+            lines = "\n  ".join(problems)
             raise AssertionError(f"{clause}: memory of {self.name} is not what it must be:\n  {lines}{more}")
 
     def untouched(self, since: Image, clause: str = "T3") -> None:

@@ -161,6 +161,21 @@ class _(ReferenceConnector):  # type: ignore[no-redef]
         return [*found[:-1], *((id, at, length - 1) for id, at, length in found[-1:])]
 
 
+@broken(
+    "as-far-as-what-was-moved-first",
+    "segments that are moved together go as far as those that their worker had first",
+    "T3",
+)
+class _(ReferenceConnector):  # type: ignore[no-redef]
+    def scatter(self, data: Data) -> None:
+        rows, payload, done = self.targets(data), np.frombuffer(data.payload, np.uint8), 0
+        longest = [max(length for _, _, length in rows[at : at + 32]) for at in range(0, len(rows), 32)]
+        for number, (id, at, length) in enumerate(rows):
+            moved = min(length, -(-longest[number // 32 % 40] // 1024) * 1024)  # 40 workers
+            self.regions[id][at : at + moved] = payload[done : done + moved]
+            done += length
+
+
 @broken("one-segment-twice", "of two segments of equal length the first is sent twice", "T3 C3.2")
 class _(ReferenceConnector):  # type: ignore[no-redef]
     def gather(self, source: Segments) -> bytes:
