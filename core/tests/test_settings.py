@@ -198,7 +198,9 @@ def test_an_unknown_key_in_a_file_names_file_line_and_closest_match(toml):
     ("text", "line"),
     [
         ("modle = 1", 1),
-        ('model="m"\n\n[trnsport]\nname="x"', 4),
+        ('model="m"\n\n[trnsport]\nname="x"', 3),
+        ('model="m"\n\n[trnsport.options]\n\nname="x"', 3),
+        ('model="m"\ntrnsport.name="x"', 2),
         ('model="m"\ntransfer.chunk_bites = 1', 2),
         ('model="m"\n[transfer]\n"chunk_bites" = 1', 3),
         ('model="m"\n[[stages]]\n', 0),
@@ -214,6 +216,11 @@ def test_an_unknown_variable_names_itself_and_the_closest_match():
     assert str(error).startswith('KVBATON_TRANSFR__CHUNK_BYTES: no setting "transfr". Did you mean "transfer"?')
     error = fault(None, {"model": "m"}, {"KVBATON_TRANSFER__CHUNK_BITES": "1"})
     assert str(error).startswith('KVBATON_TRANSFER__CHUNK_BITES: no setting "transfer.chunk_bites". Did you mean')
+    error = fault(None, {"model": "m"}, {"KVBATON_TRANSFER_CHUNK_BYTES": "1"})
+    assert str(error) == (
+        'KVBATON_TRANSFER_CHUNK_BYTES: no setting "transfer_chunk_bytes". Did you mean KVBATON_TRANSFER__CHUNK_BYTES?'
+        " Two underscores stand between the names."
+    )
 
 
 def test_an_unknown_flag_key_is_refused():

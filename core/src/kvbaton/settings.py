@@ -538,6 +538,9 @@ def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
     lines = _toml_lines(text) if kind == "TOML" else {}
     result = {}
     for key, value in _leaves(tree):
+        if key[0] not in Settings.model_fields:  # its header is what is wrong, and not what is first below it
+            line = min((number for known, number in lines.items() if known[0] == key[0]), default=None)
+            raise _unknown(key[:1], Origin("file", f"{path}:{line}" if line else str(path)))
         line = next((lines[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in lines), None)
         result[key] = _Given(value, Origin("file", f"{path}:{line}" if line else str(path)))
     return result
@@ -578,7 +581,7 @@ def _from_environment(env: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
     for lower, name in names.items():  # the source would pass over what is no field at all
         first = lower.removeprefix(ENVIRONMENT_PREFIX.lower()).split(_LEVEL)[0]
         if first not in Settings.model_fields:
-            raise _unknown((first,), Origin("environment", name))
+            raise _one_underscore(first, name) or _unknown((first,), Origin("environment", name))
     source = EnvSettingsSource(_Environment)
     source.env_vars = {lower: env[name] for lower, name in names.items()}
     try:
@@ -693,6 +696,20 @@ def _origin_of(key: tuple[str, ...], given: Mapping[tuple[str, ...], _Given]) ->
             return given[key[:depth]].origin
     below = [item.origin for path, item in given.items() if path[: len(key)] == key]
     return below[-1] if below else _DEFAULT
+
+
+def _one_underscore(first: str, variable: str) -> SettingsError | None:
+    """Of a variable that names a setting, with one underscore where two stand between a section and a name."""
+    for section, field in Settings.model_fields.items():
+        name = first.removeprefix(f"{section}_")
+        inside = field.annotation
+        if name != first and isinstance(inside, type) and issubclass(inside, BaseModel) and name in inside.model_fields:
+            meant = f"{ENVIRONMENT_PREFIX}{section}{_LEVEL}{name}".upper()
+            return SettingsError(
+                f'{variable}: no setting "{first}". Did you mean {meant}? Two underscores stand between the names.',
+                key=first, origin=Origin("environment", variable),
+            )  # fmt: skip
+    return None
 
 
 def _unknown(key: tuple[str, ...], origin: Origin) -> SettingsError:
