@@ -180,8 +180,7 @@ class Proof:
         address = self._memory.data_ptr() + outside
         origin = 0
         if lattice:
-            # units on both sides of 31 bits, where an address leaves room for that
-            first = (1 << 31) - int(reads.max() >> shift) // 2 if address >> 40 else 1
+            first = first_unit(address, int(reads.max()) >> shift)
             origin = address - (first << shift)
             rows = ((reads >> shift) + first).astype(np.uint32).view(np.int32)
         else:
@@ -202,6 +201,13 @@ class Proof:
 
     def holds(self) -> bool:
         return bool(np.array_equal(self._memory.cpu().numpy(), self._expected))
+
+
+def first_unit(address: int, last: int) -> int:
+    """Of a lattice whose first segment lies at ``address``, and its last one so many units behind: the first one's
+    place, so that units lie on both sides of 31 bits.  An address that leaves no room for that (no device's, but a
+    heap's may be so low) gets the lowest."""
+    return (1 << 31) - last // 2 if address >> 40 else 1
 
 
 def prepare(device: int) -> Kernels:
