@@ -1,5 +1,6 @@
 """The wire: greetings, order, bounds, deaths and endings, between wires of this process and of others."""
 
+import itertools
 import os
 import secrets
 import signal
@@ -435,6 +436,39 @@ def test_waiting_ends_when_a_word_comes_and_costs_nothing_until_then(ends):
             a.wait(2 * BOUND)  # ended by the word
             ends.poll()
         assert time.monotonic() - began < BOUND
+
+
+@pytest.mark.clause("T12")
+def test_what_shows_on_no_descriptor_is_looked_at_soon_and_then_ever_more_rarely(ends, monkeypatch):
+    """A copy between devices takes microseconds or milliseconds, and UCX cannot be armed while it is under way."""
+    a, b = ends.pair()
+    ends.idle()
+
+    class Busy:
+        def arm(self):
+            return False
+
+        def progress_once(self):
+            return False
+
+    pauses = []
+    monkeypatch.setattr("kvbaton_cuda_ipc.wire.time.sleep", pauses.append)
+    worker, a._worker = a._worker, Busy()
+    for _ in range(12):
+        a.wait(1.0)
+    a.wait(0.0001)
+    a._worker = worker
+    assert pauses[0] <= 50e-6
+    assert all(after <= 2 * before for before, after in itertools.pairwise(pauses))
+    assert 0.0003 < pauses[-2] < 0.001
+    assert sum(pauses[:-1]) > 0.002, "it does not spin"
+    assert pauses[-1] == 0.0001, "no longer than it may"
+    b.send(a.me, b"word")
+    ends.until(lambda: ends.of(a, Word), "the word")
+    a._worker = Busy()
+    a.wait(1.0)
+    a._worker = worker
+    assert pauses[-1] == pauses[0], "something has come: the next may be as soon"
 
 
 @pytest.mark.clause("T10")

@@ -59,8 +59,9 @@ STEPS_PER_POLL = 128
 MAX_CALLERS = 256
 #: Messages that one poll throws away.
 _TRASH_PER_POLL = 64
-#: While UCX has something to do that needs no descriptor, it is looked at this often (seconds).
-_PAUSE = 0.0005
+#: While UCX has something to do that shows on no descriptor (a copy between devices), it is looked at after so many
+#: seconds, then after twice as many, and so on up to the longest, until something has come of it.
+_SHORTEST, _LONGEST = 0.00002, 0.0005
 
 #: Nothing listens on any other interface.
 DEFAULTS = {"NET_DEVICES": "lo"}
@@ -199,6 +200,7 @@ class Wire:
         self._after: dict[PeerId, list[Sent | _Received]] = {}  # of peers that are down
         self._events: deque[Event] = deque()
         self._soon = False  # something was posted that may be done already
+        self._pause = _SHORTEST
         self._lobby = secrets.randbits(TOKEN_BITS)
         self._secret = secrets.token_bytes(16)
         ucxx = self._ucxx
@@ -363,6 +365,8 @@ class Wire:
             self.pending(peer)
         events = list(self._events)
         self._events.clear()
+        if events:
+            self._pause = _SHORTEST
         return events
 
     def _progress(self) -> None:
@@ -549,7 +553,8 @@ class Wire:
         elif self._worker.arm():
             self._poller.poll(max(0.0, timeout) * 1000)
         else:  # UCX has work that shows on no descriptor, and asking again at once would spin
-            time.sleep(min(timeout, _PAUSE))
+            time.sleep(max(0.0, min(timeout, self._pause)))
+            self._pause = min(2 * self._pause, _LONGEST)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
