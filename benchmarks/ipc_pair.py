@@ -270,15 +270,15 @@ class Source:
 
     def costs(self, repeats: int = 9) -> dict[str, float]:
         """Where the time of a hand-off goes, medians in microseconds.  Of the source's thread: a chunk in ``submit``;
-        what moves bytes being started, which several chunks may share, and within that its plan, the upload of its
-        table and the call that launches it; from the first call until the first launch has been begun (``first``); from
-        the last completion here until the target has passed on the last receipt (``tail``).  Of the
-        device: one launch of a chunk alone (``launch``)."""
+        what moves bytes being started, which several chunks may share, and within that its plan and the call that
+        launches it; from the first call until the first launch has been begun (``first``); from the last completion
+        here until the target has passed on the last receipt (``tail``).  Of the device: one launch of a chunk alone
+        (``launch``)."""
         guard = self.guard
         mover = guard._connector._mover  # type: ignore[attr-defined]
         watched = {
             "submit": (guard, "submit"), "start": (mover, "start"), "plan": (mover, "_plan"),
-            "upload": (mover._cuda, "copy"), "call": (mover._kernels, "run"),
+            "call": (mover._kernels, "run"),
         }  # fmt: skip
         spent: dict[str, list[float]] = {name: [] for name in (*watched, "first", "tail")}
 

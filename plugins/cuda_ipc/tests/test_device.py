@@ -135,6 +135,27 @@ def test_tables_are_not_written_while_they_are_read(cuda, memory):
     ours.close()
 
 
+@pytest.mark.clause("T6")
+def test_nothing_waits_for_somebody_elses_copies_from_the_host(cuda, memory):
+    """A cache that comes back from the host, say: half a second of it, in the device's queue for such copies."""
+    source, target = memory
+    ours = mover(cuda)
+    away = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    back = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    lengths = np.full(512, 32768)
+    starts = np.arange(512) * 65536
+    others = torch.cuda.Stream()
+    with torch.cuda.stream(others):
+        for _ in range(25):
+            back.copy_(away, non_blocking=True)
+    over(ours.start(np.stack((source.data_ptr() + starts, target.data_ptr() + starts, lengths))))
+    assert not others.query()
+    others.synchronize()
+    assert torch.equal(target.view(1024, -1)[:512, :32768], source.view(1024, -1)[:512, :32768])
+    assert (target.view(1024, -1)[:512, 32768:] == POISON).all()
+    ours.close()
+
+
 @pytest.mark.clause("T5", "C6.4")
 @pytest.mark.parametrize("killed", ["source", "target"])
 def test_a_process_that_dies_in_mid_copy(killed):

@@ -81,9 +81,8 @@ def device(monkeypatch):
     device = Device()
     streams = iter(range(1, 100))
 
-    def tables(count, rows, _):
-        ends = [torch.zeros((count, 3 * rows), dtype=torch.int64) for _ in range(2)]
-        return [mover._Table(*both) for both in zip(*ends, strict=True)]
+    def tables(count, rows):
+        return [mover._Table(pinned) for pinned in torch.zeros((count, 3 * rows), dtype=torch.int64)]
 
     def stream(_):
         handle = next(streams)
@@ -195,15 +194,49 @@ def test_a_start_that_fails_says_why_and_the_next_one_goes(device, memory):
     assert np.array_equal(memory[1][64:128], memory[0][64:128])
 
 
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize("call", ["run", "record"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_start_that_fails_loses_no_table(device, memory, monkeypatch, call, aligned):
+    ours = opened(device)
+    real = getattr(device, call)
+
+    def fail(*_):
+        device.finish()
+        raise DriverError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+    for cell in range(10):
+        monkeypatch.setattr(device, call, fail)
+        with pytest.raises(DriverError, match="OUT_OF_RESOURCES"):
+            ours.start(runs_of(memory, [cell], 64 if aligned else 61))
+        device.finish()
+        monkeypatch.setattr(device, call, real)
+        assert ours.figures()["tables"] == 3
+    ours.start(runs_of(memory, [99]))
+    device.finish()
+    assert np.array_equal(memory[1][99 * 64 : 100 * 64], memory[0][99 * 64 : 100 * 64])
+
+
 @pytest.mark.clause("T5")
 def test_a_device_that_does_not_say_what_it_still_does_is_adrift(device, memory, monkeypatch):
+    """And what it may still read is written no more."""
     ours = opened(device)
     ours.start(runs_of(memory, [0]))
-    ours.start(runs_of(memory, [1]))
-    device.fails = DriverError("cuLaunchKernel: CUDA_ERROR_LAUNCH_FAILED")
     monkeypatch.setattr(ours, "settle", lambda: False)
+    real = device.record
+
+    def fail(*_):
+        raise DriverError("cuEventRecord: CUDA_ERROR_LAUNCH_FAILED")
+
+    monkeypatch.setattr(device, "record", fail)
     with pytest.raises(Adrift, match="LAUNCH_FAILED"):
-        ours.start(runs_of(memory, [2]))
+        ours.start(runs_of(memory, [1]))
+    monkeypatch.setattr(device, "record", real)
+    assert ours.figures()["tables"] == 3
+    for cell in range(2, 12):
+        ours.start(runs_of(memory, [cell]))
+    device.finish()
+    assert np.array_equal(memory[1][: 12 * 64], memory[0][: 12 * 64])
 
 
 @pytest.mark.clause("T5")

@@ -128,14 +128,15 @@ class Kernels:
 
     def run(self, plan: scatter.Plan, table: Any, stream: int) -> None:
         """On the stream with this handle, of the device that the kernel was compiled for, which is current.  ``table``:
-        a tensor of it that holds the plan's at its beginning."""
+        a tensor that holds the plan's at its beginning, in that device's memory or pinned in the host's, until the
+        launch is over."""
         self._launches[plan.tile_rows](plan, table, stream)
 
 
 def _by_triton(plan: scatter.Plan, table: Any, stream: int) -> None:
     import torch
 
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream, table.device)):
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         scatter.launch(plan, table)
 
 
@@ -169,7 +170,8 @@ class Proof:
         runs = self._source.data_ptr() + reads, self._target.data_ptr() + writes, lengths
         self._plan = scatter.plan(np.stack(runs), 2)
         assert self._plan.tile_rows == rows
-        self._table = torch.from_numpy(self._plan.table).to(device)
+        table = torch.from_numpy(self._plan.table)
+        self._table = table.pin_memory() if self._target.is_cuda else table  # where a mover's are, too
 
     def by(self, run: Callable[[scatter.Plan, Any], Any]) -> Any:
         """Let a launch move them, into a target that holds nothing of them; what it returns."""

@@ -1,8 +1,12 @@
 """What moves the bytes of a chunk on a device: the kernel of :mod:`~kvbaton_cuda_ipc.scatter`, and the copy engine.
 
-Everything is started on streams of this connector's own, *lanes* that take turns, so that the table of one chunk is
-uploaded and its first tiles run while the last tiles of the one before still do.  Nothing here waits for the device:
-what was started is over when its event says so.
+Everything is started on streams of this connector's own, *lanes* that take turns, so that the first tiles of one chunk
+run while the last tiles of the one before still do.  Nothing here waits for the device: what was started is over when
+its event says so.
+
+A launch's table stays where it was written, in pinned memory, and the kernel reads it there.  To upload it costs a call
+of the driver's, and the copy would wait in the device's one queue of copies from the host: behind a gigabyte of
+somebody else's, the weights or a cache that come back, for 20 milliseconds (measured).
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ class Mover(Protocol):
     """
 
     def room(self, rows: int) -> Table:
-        """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``: from there they go to the
-        device.  The caller's until then, or until the next ``room``."""
+        """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``: the device reads them there.
+        The caller's until then, or until the next ``room``."""
 
     def start(self, runs: Table) -> DeviceEvent:
         """Begin to copy from each address of the first row to the one at its index of the second so many bytes as the
@@ -69,23 +73,20 @@ class Adrift(TransportError):
 
 
 class _Table:
-    """Room for one launch's table: pinned memory to write it in, and device memory to upload it to."""
+    """Room for one launch's table, in pinned memory."""
 
-    def __init__(self, pinned: Any, device: Any) -> None:
-        self.pinned, self.device = pinned, device
+    def __init__(self, pinned: Any) -> None:
+        self.pinned = pinned
         self.host: npt.NDArray[np.int64] = pinned.numpy()
         #: What was given of it last.
         self.runs: Table | None = None
-        self.from_address, self.to_address = pinned.data_ptr(), device.data_ptr()
         self.rows = len(self.host) // 3
 
 
-def _tables(count: int, rows: int, device: Any) -> list[_Table]:
+def _tables(count: int, rows: int) -> list[_Table]:
     import torch
 
-    pinned = torch.empty((count, 3 * rows), dtype=torch.int64, pin_memory=True)
-    there = torch.empty((count, 3 * rows), dtype=torch.int64, device=device)
-    return [_Table(*ends) for ends in zip(pinned, there, strict=True)]
+    return [_Table(pinned) for pinned in torch.empty((count, 3 * rows), dtype=torch.int64, pin_memory=True)]
 
 
 class _Recorded:
@@ -172,10 +173,12 @@ class DeviceMover:
         self._busy: deque[tuple[_Table, DeviceEvent]] = deque()
         #: Given to be written, and not started.
         self._given: _Table | None = None
+        #: Of launches that nobody knows to be over: never used again.
+        self._adrift: list[_Table] = []
         self._figures = dict.fromkeys(
             ("launches_total", "kernel_bytes_total", "kernel_runs_total", "engine_bytes_total", "engine_runs_total"), 0
         )
-        self._free += _tables(_TABLES, _ROWS, self._device)
+        self._free += _tables(_TABLES, _ROWS)
         torch.cuda.synchronize(self._device)
 
     def room(self, rows: int) -> Table:
@@ -191,16 +194,23 @@ class DeviceMover:
         stream = self._streams[self._turn]
         table: _Table | None = None
         try:
-            if int(np.maximum.reduce(runs[2])) >= self._engine_above:
+            longest = int(np.maximum.reduce(runs[2]))
+            if longest >= self._engine_above:
                 runs = self._by_engine(runs, stream)
+                longest = int(np.maximum.reduce(runs[2], initial=0))
             if runs.shape[1]:
-                table = self._by_kernel(runs, stream)
+                table = self._by_kernel(runs, longest, stream)
             event = self._events.record(stream)
         except Exception as error:
+            # the table is given still: to be written anew, unless the device may yet read it
             if not self.settle():
+                if self._given is not None:
+                    self._adrift.append(self._given)
+                    self._given = None
                 raise Adrift(f"T5: the device failed, and does not say what it still does: {error}") from error
             raise
         if table is not None:
+            self._given = None
             self._busy.append((table, event))
         return event
 
@@ -213,17 +223,17 @@ class DeviceMover:
             self._figures["engine_runs_total"] += 1
         return runs[:, ~large]
 
-    def _by_kernel(self, runs: Table, stream: int) -> _Table:
+    def _by_kernel(self, runs: Table, longest: int, stream: int) -> _Table:
+        """The table that the launch reads, which is the one that was given last."""
         count = runs.shape[1]
         if self._given is None or self._given.runs is not runs:
             mine = self.room(count)
             mine[:] = runs
             runs = mine
-        launch = self._plan(runs, self._programs, self.room)  # in the table that was given last
-        table, self._given = self._given, None
+        launch = self._plan(runs, self._programs, self.room, longest)
+        table = self._given
         assert table is not None
-        self._cuda.copy(table.to_address, table.from_address, 24 * launch.rows, stream)
-        self._kernels.run(launch, table.device, stream)
+        self._kernels.run(launch, table.pinned, stream)
         figures = self._figures
         figures["launches_total"] += 1
         figures["kernel_runs_total"] += count
@@ -238,7 +248,7 @@ class DeviceMover:
             table = self._free.pop()
             if table.rows >= rows:
                 return table
-        (table,) = _tables(1, max(_ROWS, 1 << (rows - 1).bit_length()), self._device)
+        (table,) = _tables(1, max(_ROWS, 1 << (rows - 1).bit_length()))
         return table
 
     def settle(self) -> bool:
@@ -254,7 +264,8 @@ class DeviceMover:
         return True
 
     def figures(self) -> Mapping[str, float]:
-        return {**self._figures, "tables": len(self._free) + len(self._busy) + (self._given is not None)}
+        tables = len(self._free) + len(self._busy) + len(self._adrift) + (self._given is not None)
+        return {**self._figures, "tables": tables}
 
     def close(self) -> None:
         self._given = None

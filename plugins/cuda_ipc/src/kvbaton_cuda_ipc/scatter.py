@@ -7,7 +7,7 @@ byte.  Of a run whose two ends are equally far from alignment only the few bytes
 
 A program takes a tile, so many rows and so many bytes of each; tiles for long and for short runs are compiled apart.
 The number of programs is whatever the launch has: each takes every so manieth tile, and reads its rows of the table
-one tile ahead.
+one tile ahead, so that the table may lie in the host's memory.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
     ``piece`` bytes, the last one maybe shorter or empty.  Where tiles have several rows, none of these is cut, and
     ``piece`` is the longest.  None of the others has more than ``narrow`` bytes.
 
+    The first pieces of all runs come first, then the second ones: programs that run at the same time read different
+    rows, because reads of one line of the host's memory wait for each other, a microsecond each.
+
     Loops go as far as the longest of all runs: that of a tile's would be a reduction, which Triton 3.6.0 takes out of
     the loop around it."""
     first = tl.program_id(0)
@@ -66,17 +69,17 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
     word = tl.arange(0, tile_words)
     if tile_rows == 1:  # long runs, each in `per` pieces
         items = wide * per
-        index = first // per
+        index = first % wide
         source = tl.load(table + index, mask=first < items, other=0)
         target = tl.load(table + rows + index, mask=first < items, other=0)
         length = tl.load(table + 2 * rows + index, mask=first < items, other=0)
         for item in range(first, items, programs):
             ahead = item + programs
-            next_index = ahead // per
+            next_index = ahead % wide
             next_source = tl.load(table + next_index, mask=ahead < items, other=0)
             next_target = tl.load(table + rows + next_index, mask=ahead < items, other=0)
             next_length = tl.load(table + 2 * rows + next_index, mask=ahead < items, other=0)
-            skip = (item % per).to(tl.int64) * piece
+            skip = (item // wide).to(tl.int64) * piece
             left = tl.minimum(tl.maximum(length - skip, 0), piece).to(tl.int32)
             words = tl.multiple_of(left // 16 * 2, 2)
             reads = tl.multiple_of((source + skip).to(tl.pointer_type(tl.int64)), 16)
@@ -145,13 +148,13 @@ def _fresh(rows: int) -> Table:
     return np.empty((3, rows), np.int64)
 
 
-def plan(runs: Table, programs: int, room: Callable[[int], Table] = _fresh) -> Plan:
+def plan(runs: Table, programs: int, room: Callable[[int], Table] = _fresh, longest: int | None = None) -> Plan:
     """A launch that copies from each address of the first row to the one at its index of the second so many bytes as
     the third says.
 
     ``runs``: int64 ``[3, count]``; where they can be moved as they are, they are the plan's table.  ``programs``: how
     many there may be at most.  ``room``: where another table of so many rows can be written, int64 ``[3, rows]``; what
-    ``runs`` are in is not needed once it is asked.
+    ``runs`` are in is not needed once it is asked.  ``longest``: the greatest length, where it is known.
     Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here depends on what the
     addresses mean.
     """
@@ -162,20 +165,23 @@ def plan(runs: Table, programs: int, room: Callable[[int], Table] = _fresh) -> P
         total, narrow = nbytes, None
     else:
         columns, narrow = _sort(source, target, length)
-        total = int(np.add.reduce(columns[2]))
+        total, longest = int(np.add.reduce(columns[2])), None
+    if longest is None:
+        longest = int(np.maximum.reduce(columns[2], initial=0))
     count = len(columns[0])
-    piece, per, tile_rows = _pieces(total, int(np.maximum.reduce(columns[2], initial=0)), count, programs)
+    piece, per, tile_rows = _pieces(total, longest, count, programs)
     even = per == 1 or per * count <= 2 * (total // piece + count)
     if not even:  # most pieces would be empty
         columns, per = _cut(columns, piece), 1
         count = len(columns[0])
-    tiles, longest = -(-count * per // tile_rows), 0
+    tiles, longest_narrow = -(-count * per // tile_rows), 0
     if narrow is not None:
-        tiles, longest = max(tiles, -(-len(narrow[0]) // _NARROW_ROWS)), int(np.maximum.reduce(narrow[2], initial=0))
+        tiles = max(tiles, -(-len(narrow[0]) // _NARROW_ROWS))
+        longest_narrow = int(np.maximum.reduce(narrow[2], initial=0))
         table = _written((columns, narrow), room)
     else:
         table = runs if even else _written((columns,), room)
-    return Plan(table, count, per, piece, longest, tile_rows, max(1, min(programs, tiles)), nbytes)
+    return Plan(table, count, per, piece, longest_narrow, tile_rows, max(1, min(programs, tiles)), nbytes)
 
 
 def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, int, int]:
