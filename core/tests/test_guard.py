@@ -4,14 +4,27 @@ import enum
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from kvbaton.connector import IDLE, Capabilities, Chunk, Endpoint, MemoryRegion, Outcome, RegionInfo
+from kvbaton.connector import (
+    IDLE,
+    Capabilities,
+    Chunk,
+    Completion,
+    Endpoint,
+    MemoryRegion,
+    Outcome,
+    PeerEvent,
+    Progress,
+    Receipt,
+    RegionInfo,
+)
 from kvbaton.errors import (
     CapabilityError,
     ConnectError,
@@ -740,7 +753,7 @@ class Odd(enum.Enum):
 
 
 @pytest.mark.clause("T5", "C6.1")
-@pytest.mark.parametrize("outcome", ["done", None, Odd.LOST, ["done"]])
+@pytest.mark.parametrize("outcome", ["done", None, Odd.LOST, ["done"], np.zeros(2)], ids=lambda one: type(one).__name__)
 def test_what_is_no_outcome_ends_a_chunk_once_and_proves_nothing(outcome):
     """Nor does it keep from us what came with it."""
     rig = Rig(D0)
@@ -749,6 +762,7 @@ def test_what_is_no_outcome_ends_a_chunk_once_and_proves_nothing(outcome):
     rig.plugin.complete(right, Outcome.DONE)
     first, second = rig.poll().completions
     assert (first.sequence, first.outcome, first.source_quiet, first.target_quiet) == (0, Outcome.FAILED, False, False)
+    assert "scripted" in str(first.error)  # C6.3
     assert (second.transfer, second.outcome) == (right.transfer, Outcome.DONE)
     rig.guard.fenced(D0)
     assert [c.terminal for c in rig.poll().completions] == [True]
@@ -885,6 +899,226 @@ def test_what_poll_returns_may_be_nonsense():
     rig = Rig(D0)
     rig.plugin.poll = lambda: None
     assert isinstance(rig.poll().faults[0], ConnectorFault)
+
+
+# -- events that are none --------------------------------------------------------------------------------------------
+
+
+class Unreadable:
+    """Whatever is asked of it raises, also when it is to be iterated."""
+
+    def __getattr__(self, name):
+        raise OSError(f"{name} went away")
+
+    def __iter__(self):
+        raise OSError("nothing to see")
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise OSError("not even that")
+
+
+def breaking_off(*events):
+    yield from events
+    raise OSError("broke off")
+
+
+def no_completions(posted):
+    """Whatever a plugin might return in place of a completion of ``posted``."""
+    good = Completion(posted.transfer, posted.sequence, Outcome.DONE, True, True)
+    return [
+        None, "done", 7, Unreadable(), (posted.transfer, posted.sequence), Receipt(D0, posted.transfer, 0),
+        SimpleNamespace(**{name: getattr(good, name) for name in Completion.__slots__}),
+        replace(good, transfer=[]), replace(good, transfer=None), replace(good, transfer=7),
+        replace(good, sequence="0"), replace(good, sequence=None), replace(good, sequence=[]),
+        replace(good, sequence=0.0), replace(good, sequence=False), replace(good, sequence=Unreadable()),
+        replace(good, source_quiet="yes"), replace(good, source_quiet=1), replace(good, source_quiet=None),
+        replace(good, target_quiet="no"), replace(good, target_quiet=Unreadable()),
+        replace(good, outcome=Outcome.FAILED, error="it failed"), replace(good, error=Unreadable()),
+    ]  # fmt: skip
+
+
+def no_receipts(transfer):
+    return [
+        None, "receipt", 7, Unreadable(), (D0, transfer, 0), Completion(transfer, 0, Outcome.DONE, True, True),
+        SimpleNamespace(peer=D0, transfer=transfer, sequence=0),
+        Receipt(None, transfer, 0), Receipt("decode-0", transfer, 0), Receipt([], transfer, 0),
+        Receipt(PeerId([], 1), transfer, 0), Receipt(Unreadable(), transfer, 0),
+        Receipt(D0, None, 0), Receipt(D0, [], 0), Receipt(D0, 7, 0),
+        Receipt(D0, transfer, None), Receipt(D0, transfer, "0"), Receipt(D0, transfer, 0.0),
+        Receipt(D0, transfer, False), Receipt(D0, transfer, []), Receipt(D0, transfer, Unreadable()),
+    ]  # fmt: skip
+
+
+def no_peer_events(peer):
+    return [
+        None, "up", 7, Unreadable(), (peer, False), SimpleNamespace(peer=peer, up=False, quiet=True, error=None),
+        PeerEvent(None, False), PeerEvent("decode-0", False), PeerEvent([], False), PeerEvent(Unreadable(), False),
+        PeerEvent(PeerId([], 1), False), PeerEvent(peer, "no"), PeerEvent(peer, 0), PeerEvent(peer, None),
+        PeerEvent(peer, False, quiet="no"), PeerEvent(peer, False, quiet=1), PeerEvent(peer, False, error="it went"),
+        PeerEvent(peer, False, error=Unreadable()),
+    ]  # fmt: skip
+
+
+KINDS = {"completions": no_completions(chunk()), "receipts": no_receipts("a" * 32), "peers": no_peer_events(D0)}
+
+
+@pytest.mark.clause("T5", "T7", "C6.1", "C6.3")
+@pytest.mark.parametrize(
+    ("kind", "which"), [(kind, which) for kind, events in KINDS.items() for which in range(len(events))]
+)
+def test_an_event_that_is_none_takes_nothing_with_it(kind, which):
+    """What came before, behind and beside it counts; of itself nothing does: its chunk is awaited, its peer is up."""
+    rig = Rig(D0)
+    before, meant, behind = rig.post(), rig.post(), rig.post()
+    rig.guard.connect(endpoint(D1))
+    rig.plugin.complete(before)
+    rig.plugin.receive(D0, before.transfer, 0)
+    if kind == "completions":
+        rig.plugin.say(completions=[no_completions(meant)[which]])
+    elif kind == "receipts":
+        rig.plugin.say(receipts=[no_receipts(meant.transfer)[which]])
+    else:
+        rig.plugin.say(peers=[no_peer_events(D0)[which]])
+    rig.plugin.complete(behind)
+    rig.plugin.receive(D0, behind.transfer, 0)
+    rig.plugin.up(D1)
+    progress = rig.poll()
+    assert [c.transfer for c in progress.completions] == [before.transfer, behind.transfer]
+    assert [r.transfer for r in progress.receipts] == [before.transfer, behind.transfer]
+    assert [(event.peer, event.up) for event in progress.peers] == [(D1, True)]
+    (fault,) = progress.faults
+    assert isinstance(fault, ConnectorFault)
+    assert str(fault).startswith("C6.3: scripted returned from poll() what is no event: ")
+    assert rig.figure("dropped_malformed") == 1
+    assert rig.guard.peer_states()[D0] is PeerState.UP
+    assert rig.guard.outstanding() == 1
+    rig.plugin.complete(meant)  # a later word is its first
+    assert [(c.transfer, c.terminal) for c in rig.poll().completions] == [(meant.transfer, True)]
+    assert rig.balanced()
+
+
+@pytest.mark.clause("T5", "T8", "C6.1")
+def test_a_chunk_that_was_only_meant_is_late_at_its_deadline_and_proves_nothing():
+    rig = Rig(D0)
+    meant = rig.post()
+    for wrong in no_completions(meant):
+        rig.plugin.say(completions=[wrong])
+        assert not rig.poll().completions
+    rig.clock.advance(30)
+    (late,) = rig.poll().completions
+    assert (late.outcome, late.source_quiet, late.target_quiet) == (Outcome.TIMED_OUT, False, False)
+    assert rig.figure("quarantined_bytes") == meant.nbytes
+
+
+@pytest.mark.clause("T7", "C6.3")
+@pytest.mark.parametrize("broken", ["completions", "receipts", "peers"])
+@pytest.mark.parametrize("field", [None, 7, Unreadable(), "breaks off"], ids=["none", "number", "raises", "breaks-off"])
+def test_a_field_that_is_no_sequence_takes_no_other_with_it(broken, field):
+    rig = Rig(D0)
+    rig.guard.connect(endpoint(D1))
+    posted = rig.post()
+    good = {
+        "completions": (Completion(posted.transfer, 0, Outcome.DONE, True, True),),
+        "receipts": (Receipt(D0, posted.transfer, 0),),
+        "peers": (PeerEvent(D1, True),),
+    }
+    wrong = breaking_off(*good[broken]) if field == "breaks off" else field
+    rig.plugin.poll = lambda: Progress(**(good | {broken: wrong}))
+    progress = rig.poll()
+    assert len(progress.faults) == (field is not None)  # which is nothing, and no more
+    for kind in good:
+        heard = kind != broken or field == "breaks off"
+        assert len(getattr(progress, kind)) == heard, kind
+
+
+@pytest.mark.clause("C6.3", "T12")
+def test_a_plugin_that_returns_rubbish_for_ever_fills_no_log():
+    """One fault of a pass, and one more whenever there are twice as many; nothing is kept of them."""
+    rig = Rig(D0)
+    told = 0
+    for _ in range(100):
+        rig.plugin.say(receipts=[None] * 5_000, completions=["done"] * 5_000)
+        posted = rig.post()
+        rig.plugin.complete(posted)
+        progress = rig.poll()
+        assert [c.transfer for c in progress.completions] == [posted.transfer]
+        assert len(progress.faults) <= 1
+        told += len(progress.faults)
+        assert rig.poll() is IDLE
+    assert told == 8  # in the passes 1, 2, 4, ..., 64, and 100 would be too soon
+    assert rig.figure("faults_total") == told
+    assert rig.figure("dropped_malformed") == 1_000_000
+    assert rig.balanced()
+
+
+@pytest.mark.clause("T7")
+def test_an_exception_without_words_is_a_fault_too():
+    rig = Rig(D0)
+    rig.plugin.raises["poll"] = Unspeakable()
+    assert "Unspeakable" in str(rig.poll().faults[0])
+
+
+def _good_events(some):
+    quiet, peer = st.booleans(), st.sampled_from([D0, D1])
+    error = st.sampled_from([None, OSError("no")])
+    return {
+        "completions": st.builds(
+            lambda one, *rest: Completion(one.transfer, one.sequence, *rest),
+            some, st.sampled_from(Outcome), quiet, quiet, error,
+        ),
+        "receipts": st.builds(Receipt, peer, some.map(lambda one: one.transfer), st.integers(0, 3)),
+        "peers": st.builds(PeerEvent, peer, quiet, quiet, error),
+    }  # fmt: skip
+
+
+def _bad_events(some):
+    return {
+        "completions": some.flatmap(lambda one: st.sampled_from(no_completions(one))),
+        "receipts": some.flatmap(lambda one: st.sampled_from(no_receipts(one.transfer))),
+        "peers": st.sampled_from([D0, D1]).flatmap(lambda peer: st.sampled_from(no_peer_events(peer))),
+    }
+
+
+@pytest.mark.clause("T5", "C1.2", "C6.1", "C6.4")
+@settings(deadline=None)
+@given(st.data())
+def test_the_books_are_those_of_the_good_events_alone(data):
+    """Two guards hear the same good events, one of them with rubbish in between: they tell and keep the same."""
+    clean, mixed = Rig(D0, D1), Rig(D0, D1)
+    both = (clean, mixed)
+    posted = []
+    for _ in range(data.draw(st.integers(1, 4), "passes")):
+        for _ in range(data.draw(st.integers(0, 4), "chunks")):
+            one = chunk(data.draw(st.sampled_from([D0, D1])), length=data.draw(st.integers(1, 500)))
+            assert clean.guard.submit(one) == mixed.guard.submit(one)
+            posted.append(one)
+        some = st.sampled_from(posted or [chunk()])
+        good, bad = _good_events(some), _bad_events(some)
+        most = {"completions": 4, "receipts": 4, "peers": 1}
+        heard = {kind: data.draw(st.lists(events, max_size=most[kind])) for kind, events in good.items()}
+        with_rubbish = {}
+        for kind, events in heard.items():
+            with_rubbish[kind] = list(events)
+            for _ in range(data.draw(st.integers(0, 3), "rubbish")):
+                place = data.draw(st.integers(0, len(with_rubbish[kind])))
+                with_rubbish[kind].insert(place, data.draw(bad[kind]))
+        for rig, events in zip(both, (heard, with_rubbish), strict=True):
+            rig.plugin.poll = lambda events=events: Progress(**{kind: tuple(of) for kind, of in events.items()})
+        seconds = data.draw(st.sampled_from([0, 1, 16]))
+        for rig in both:
+            rig.clock.advance(seconds)
+        tells = [rig.guard.poll() for rig in both]
+        for kind in good:
+            ones, others = ([str(event) for event in getattr(progress, kind)] for progress in tells)
+            assert ones == others, f"T5: {kind}"
+    figures = [dict(rig.guard.statistics()) for rig in both]
+    for mine in figures:
+        mine.pop("faults_total")
+        mine.pop("dropped_malformed", None)
+    assert figures[0] == figures[1]
+    assert clean.guard.peer_states() == mixed.guard.peer_states()
 
 
 @pytest.mark.clause("C6.3")

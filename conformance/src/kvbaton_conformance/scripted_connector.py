@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvbaton.connector import (
     IDLE,
@@ -82,6 +83,12 @@ class ScriptedConnector(ConnectorBase):
 
     def down(self, peer: PeerId, *, quiet: bool = False, error: Exception | None = None) -> None:
         self._peers.append(PeerEvent(peer, up=False, quiet=quiet, error=error))
+
+    def say(self, *, completions: Sequence[Any] = (), receipts: Sequence[Any] = (), peers: Sequence[Any] = ()) -> None:
+        """The next ``poll`` reports these, too, whatever they are."""
+        self._completions += completions
+        self._receipts += receipts
+        self._peers += peers
 
     def called(self, method: str) -> list[object]:
         """The first arguments of the calls of ``method``."""

@@ -279,7 +279,11 @@ class TransferConnector(Protocol):
         """
 
     def poll(self) -> Progress:
-        """Bounded work; what has happened since the last call.  The :data:`IDLE` singleton when nothing has."""
+        """Bounded work; what has happened since the last call.  The :data:`IDLE` singleton when nothing has.
+
+        Each event is taken by itself.  One whose fields are not of their types is refused and told, and counts for
+        nothing: a chunk that it meant is awaited until its deadline (T5).
+        """
 
     def outstanding(self) -> int:
         """Chunks accepted and not yet completed."""

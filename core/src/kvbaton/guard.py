@@ -3,7 +3,8 @@
 The stage talks to a :class:`GuardedConnector`, never to a plugin.  The guard checks each argument before the plugin
 sees it (bounds, equal lengths, declared capabilities and limits, epochs, the calling thread), keeps budgets and
 deadlines, and passes on only events that are news: a chunk ends once, a peer of an older epoch is not heard, an
-exception out of a plugin becomes an event. Of the clauses T1 to T13 it adds T2, T6, T8, T11 and T12 to what the
+exception out of a plugin becomes an event, and so does an event that is none, which takes nothing with it of what came
+beside it. Of the clauses T1 to T13 it adds T2, T6, T8, T11 and T12 to what the
 plugin promises, and it enforces C1.4, C3.5, C3.6 and C5.4.
 
 What a chunk's life looks like from outside: ``submit`` accepts it, then one or more completions follow, *each proving
@@ -31,7 +32,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import current_thread
 
@@ -106,8 +107,6 @@ class PeerState(enum.Enum):
 _CONNECTING, _UP, _CLOSING, _DOWN = PeerState
 _LEAVING = (_CLOSING, _DOWN)
 _DONE, _TIMED_OUT = Outcome.DONE, Outcome.TIMED_OUT
-#: By which a plugin may end a chunk.
-_ENDS = (_DONE, Outcome.FAILED, Outcome.CANCELLED)
 
 
 class GuardedConnector:
@@ -174,6 +173,8 @@ class GuardedConnector:
         self._quarantined_chunks = 0
         self._quarantine_reported = False
         self._poll_is_failing = False
+        #: At how many malformed events in all the next is told, and the pass in which one was told last.
+        self._malformed_told_at, self._malformed_in = 1, -1
         self._dropped: Counter[str] = Counter()
         self._count: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
 
@@ -534,7 +535,9 @@ class GuardedConnector:
     def poll(self) -> Progress:
         """What has happened since the last call; bounded work, never raises for a fault of the plugin.
 
-        Order within one result is of no meaning (T4).  :data:`~kvbaton.connector.IDLE` when nothing happened.
+        Order within one result is of no meaning (T4).  A malformed event of the plugin counts for nothing, and a chunk
+        that it meant is under way as before; they are counted (``dropped_malformed``), and a fault tells of the first
+        and whenever their number has doubled.  :data:`~kvbaton.connector.IDLE` when nothing happened.
         """
         if self._owner is not current_thread() or self._closed:
             self._enter()
@@ -549,7 +552,9 @@ class GuardedConnector:
             if not self._poll_is_failing:
                 self._fault("poll", error)
             self._poll_is_failing = True
-        self._expire(self._clock())
+        now = self._clock()
+        if self._posted or now >= self._next_deadline:
+            self._expire(now)
         full = self._quarantined_chunks > 0 and self.quarantine_full
         if full and not self._quarantine_reported:
             self._news.faults.append(
@@ -864,47 +869,112 @@ class GuardedConnector:
     # -- events from the plugin --------------------------------------------------------------------------------------
 
     def _filter(self, progress: Progress) -> None:
-        if progress.completions:
-            now = self._clock()
-            for completion in progress.completions:
-                self._on_completion(completion, now)
-        for receipt in progress.receipts:
-            self._on_receipt(receipt)
-        for event in progress.peers:
-            self._on_peer(event)
+        # Each event by itself: one that is malformed, or a field that is no sequence, costs only itself (T5, C6.3).
+        # Nothing of it is applied, since each is looked at whole before it changes anything.
+        try:
+            if completions := progress.completions:
+                self._on_completions(completions, self._clock())
+        except Exception as error:
+            self._refuse(error)
+        try:
+            if receipts := progress.receipts:
+                self._on_receipts(receipts)
+        except Exception as error:
+            self._refuse(error)
+        try:
+            if peers := progress.peers:
+                for event in peers:
+                    try:
+                        self._on_peer(event)
+                    except Exception as error:
+                        self._refuse(error)
+        except Exception as error:
+            self._refuse(error)
 
-    def _on_completion(self, completion: Completion, now: float) -> None:
-        key = (completion.transfer, completion.sequence)
-        flight = self._posted.get(key) or self._lingering.get(key)
-        if flight is None:
-            self._dropped["completion_unknown"] += 1
-        elif flight.completed:
-            self._dropped["completion_duplicate"] += 1
-        elif (outcome := completion.outcome) is not _DONE and outcome not in _ENDS:
-            # only the guard says timed out, and what is no outcome ends a chunk, too; neither proves quiet (T5, T8)
-            flight.completed = True
-            self._prove(flight, Outcome.FAILED, False, False, completion.error)
-        else:
-            flight.completed = True
-            if outcome is _DONE:
-                self.chunk_seconds.add(now - flight.deadline + self._chunk_deadline)
-            fenced = flight.peer.fenced
-            source, target = completion.source_quiet or fenced, completion.target_quiet or fenced
-            self._prove(flight, outcome, source, target, completion.error, completion)
+    def _refuse(self, error: Exception) -> None:
+        """A malformed event.  Of any number in one pass one is told, and of any number of passes few: a broken plugin
+        fills no log (T12)."""
+        self._dropped["malformed"] += 1
+        count = self._dropped["malformed"]
+        if count < self._malformed_told_at or self._malformed_in == self._pass:
+            return
+        self._malformed_told_at, self._malformed_in = 2 * count, self._pass
+        self._report(
+            "poll", error,
+            f"C6.3: {self._transport} returned from poll() what is no event: {_text(error)}. It counts for nothing; a"
+            f" chunk that it meant is still awaited, until its deadline. {count} so far; this is said again once they"
+            " have doubled.",
+        )  # fmt: skip
 
-    def _on_receipt(self, receipt: Receipt) -> None:
-        # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.
-        peer = self._peers.get(receipt.peer)
-        if self._current.get(receipt.peer.name, receipt.peer) != receipt.peer:
-            self._dropped["receipt_old_epoch"] += 1
-        elif peer is None:
-            self._dropped["receipt_unknown_peer"] += 1
-        elif peer.quiet:
-            self._dropped["receipt_after_fence"] += 1
-        else:
-            self._news.receipts.append(receipt)
+    def _on_completions(self, completions: Iterable[Completion], now: float) -> None:
+        posted, lingering = self._posted, self._lingering
+        for completion in completions:
+            try:
+                sequence, outcome, error = completion.sequence, completion.outcome, completion.error
+                source, target = completion.source_quiet, completion.target_quiet
+                if (
+                    source is not True
+                    or target is not True
+                    or error is not None
+                    or type(sequence) is not int
+                    or type(completion) is not Completion
+                ):
+                    _check_completion(completion, source, target, error)
+                key = (completion.transfer, sequence)
+                flight = posted.get(key) or lingering.get(key)
+                if flight is None:
+                    _must_be(key[0], str, "the transfer of a completion")
+                    self._dropped["completion_unknown"] += 1
+                elif flight.completed:
+                    self._dropped["completion_duplicate"] += 1
+                elif outcome is not _DONE and (type(outcome) is not Outcome or outcome is _TIMED_OUT):
+                    # only the guard says timed out, and what is no outcome ends a chunk, too; neither proves quiet
+                    # (T5, T8)
+                    flight.completed = True
+                    cause = self._no_outcome(flight) if error is None else error
+                    self._prove(flight, Outcome.FAILED, False, False, cause)
+                else:
+                    flight.completed = True
+                    if outcome is _DONE:
+                        self.chunk_seconds.add(now - flight.deadline + self._chunk_deadline)
+                    fenced = flight.peer.fenced
+                    self._prove(flight, outcome, source or fenced, target or fenced, error, completion)
+            except Exception as wrong:
+                self._refuse(wrong)
+
+    def _no_outcome(self, flight: _Flight) -> TransportError:
+        return TransportError(
+            f"T5: {self._transport} ended chunk {flight.sequence} of transfer {flight.transfer} by what is no outcome,"
+            " or is core's own; it proves nothing",
+            peer=flight.peer.id, transfer=flight.transfer, sequence=flight.sequence,
+        )  # fmt: skip
+
+    def _on_receipts(self, receipts: Iterable[Receipt]) -> None:
+        peers, current, heard = self._peers, self._current, self._news.receipts
+        for receipt in receipts:
+            try:
+                id = receipt.peer
+                if (
+                    type(receipt.sequence) is not int
+                    or type(receipt.transfer) is not str
+                    or type(receipt) is not Receipt
+                ):
+                    _check_receipt(receipt)
+                peer = peers.get(id)
+                # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.
+                if current.get(id.name, id) != id:
+                    self._dropped["receipt_old_epoch"] += 1
+                elif peer is None:
+                    self._dropped["receipt_unknown_peer"] += 1
+                elif peer.quiet:
+                    self._dropped["receipt_after_fence"] += 1
+                else:
+                    heard.append(receipt)
+            except Exception as error:
+                self._refuse(error)
 
     def _on_peer(self, event: PeerEvent) -> None:
+        _check_peer_event(event)
         peer = self._peers.get(event.peer)
         if peer is None:
             self._dropped["event_unknown_peer"] += 1
@@ -966,11 +1036,15 @@ class GuardedConnector:
         return True
 
     def _fault(self, call: str, error: Exception, **facts: object) -> None:
-        self._count["faults"] += 1
-        fault = ConnectorFault(
+        self._report(
+            call, error,
             f"C6.3: {self._transport} raised in {call}(): {_text(error)}. What it was asked may not have happened.",
-            transport=self._transport, call=call, **facts,
+            **facts,
         )  # fmt: skip
+
+    def _report(self, call: str, error: Exception, text: str, **facts: object) -> None:
+        self._count["faults"] += 1
+        fault = ConnectorFault(text, transport=self._transport, call=call, **facts)
         fault.__cause__ = error
         self._news.faults.append(fault)
 
@@ -1047,8 +1121,46 @@ class _News(msgspec.Struct, eq=False):
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # foreign code, too
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _what(chunk: Chunk) -> str:
     return f"chunk {chunk.sequence} of transfer {chunk.transfer}"
+
+
+# -- is it an event?  Each raises TypeError where it is not ------------------------------------------------------------
+
+
+def _check_completion(completion: Completion, source: object, target: object, error: object) -> None:
+    """Whatever its outcome is.  Quiet is proven by nothing but True (T5)."""
+    _must_be(completion, Completion, "a completion")
+    _must_be(completion.sequence, int, "the sequence of a completion")
+    _must_be(source, bool, "source_quiet of a completion")
+    _must_be(target, bool, "target_quiet of a completion")
+    if error is not None:
+        _must_be(error, BaseException, "the error of a completion")
+
+
+def _check_receipt(receipt: Receipt) -> None:
+    _must_be(receipt, Receipt, "a receipt")
+    _must_be(receipt.transfer, str, "the transfer of a receipt")
+    _must_be(receipt.sequence, int, "the sequence of a receipt")
+
+
+def _check_peer_event(event: PeerEvent) -> None:
+    """A fence is proven by nothing but True (C6.4)."""
+    _must_be(event, PeerEvent, "an event of a peer")
+    _must_be(event.peer, PeerId, "the peer of an event")
+    _must_be(event.up, bool, "up of an event of a peer")
+    _must_be(event.quiet, bool, "quiet of an event of a peer")
+    if event.error is not None:
+        _must_be(event.error, BaseException, "the error of an event of a peer")
+
+
+def _must_be(value: object, kind: type, what: str) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{what} is of type {type(value).__name__}, not {kind.__name__}")

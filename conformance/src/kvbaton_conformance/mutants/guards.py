@@ -20,19 +20,18 @@ add("a-peer-may-have-any-number-of-chunks", "receipts of a frozen peer pile up",
 add("peers-do-not-share-the-budget", "one frozen peer takes the budget of all", "T6",
     edit(G._room, "sharing = sum(", "sharing = 1 or sum("))  # fmt: skip
 add("a-second-completion-passes", "a chunk may end twice", "T5",
-    edit(G._on_completion, "elif flight.completed:", "elif False:",
-         "flight = self._posted.get(key) or self._lingering.get(key)",
-         "flight = self._posted.get(key) or self._lingering.get(key)\n"
-         "    if flight is None and completion.outcome is not Outcome.TIMED_OUT:\n"
-         "        self._news.completions.append(completion)"))  # fmt: skip
+    edit(G._on_completions, "elif flight.completed:", "elif False:",
+         "flight = posted.get(key) or lingering.get(key)",
+         "flight = posted.get(key) or lingering.get(key)\n"
+         "            if flight is None and outcome is not Outcome.TIMED_OUT:\n"
+         "                self._news.completions.append(completion)"))  # fmt: skip
 add("a-deadline-passes-in-silence", "a chunk past its deadline is not reported", "T8",
     edit(G._expire, "if flight.deadline > now:", "if True:"), base="reference")  # fmt: skip
 add("a-deadline-is-reported-again-and-again", "a late chunk is reported at each poll", "T8",
-    edit(G._expire, "    if now < self._next_deadline:\n",
-         "    for flight in self._lingering.values():\n        if flight.quarantined and not flight.completed:\n"
+    edit(G.poll, "    now = self._clock()\n",
+         "    now = self._clock()\n    for flight in self._lingering.values():\n        if flight.quarantined and not flight.completed:\n"
          "            self._news.completions.append(\n"
-         "                Completion(flight.transfer, flight.sequence, Outcome.TIMED_OUT, False, False)\n            )\n"
-         "    if now < self._next_deadline:\n"), base="reference")  # fmt: skip
+         "                Completion(flight.transfer, flight.sequence, Outcome.TIMED_OUT, False, False)\n            )\n"), base="reference")  # fmt: skip
 add("late-is-quiet", "memory of a late chunk is free at its deadline", "T8 C6.1",
     edit(G._expire, "Outcome.TIMED_OUT, False, False, TransportError(", "Outcome.TIMED_OUT, True, True, TransportError("), base="reference")  # fmt: skip
 add("the-quarantine-is-not-bounded", "any amount may be in quarantine", "T8",
@@ -46,10 +45,10 @@ add("an-older-epoch-may-connect", "an endpoint of an earlier start is accepted",
 add("a-disconnected-epoch-comes-back", "a peer that was disconnected may connect again", "C6.4",
     edit(G.connect, "if peer.state is PeerState.CLOSING or peer.was_up:", "if False:"))  # fmt: skip
 add("an-old-epoch-is-still-heard", "receipts of a replaced epoch count", "C1.4",
-    edit(G._on_receipt, "if self._current.get(receipt.peer.name, receipt.peer) != receipt.peer:", "if False:",
+    edit(G._on_receipts, "if current.get(id.name, id) != id:", "if False:",
          "elif peer is None:", "elif False:", "elif peer.quiet:", "elif False:"))  # fmt: skip
 add("a-fenced-peer-is-still-heard", "receipts count that come after the fence", "C6.4 C1.4",
-    edit(G._on_receipt, "elif peer.quiet:", "elif False:"))  # fmt: skip
+    edit(G._on_receipts, "elif peer.quiet:", "elif False:"))  # fmt: skip
 add("a-stranger-may-be-up", "a peer event about nobody that was connected is passed on", "T2 C1.4 C1.2",
     edit(G._on_peer, '        self._dropped["event_unknown_peer"] += 1\n',
          "        self._news.peers.append(event)\n"))  # fmt: skip
@@ -103,7 +102,7 @@ add("an-exception-of-submit-proves-quiet", "a chunk whose posting raised is said
     edit(G.submit, "self._prove(flight, Outcome.FAILED, False, False, cause)",
          "self._prove(flight, Outcome.FAILED, True, True, cause)"))  # fmt: skip
 add("faults-are-swallowed", "what a plugin raises is reported to nobody", "C6.3 T7",
-    edit(G._fault, "    self._news.faults.append(fault)\n", ""))  # fmt: skip
+    edit(G._report, "    self._news.faults.append(fault)\n", ""))  # fmt: skip
 add("a-fence-proves-nothing", "chunks towards a fenced peer never end", "T8 C6.4 T7",
     edit(G.fenced, "    for flight in self._waiting_for_proof(peer):\n", "    for flight in ():\n"))  # fmt: skip
 add("a-fence-proves-what-it-cannot", "a fence proves quiet although the transport says that nothing does", "C6.4 T8",
@@ -122,8 +121,8 @@ add("a-chunk-for-a-dead-peer-is-full", "a chunk for a peer that is down is refus
     edit(G.submit, "if peer is None or peer.state in _LEAVING:", "if peer is None:",
          "peer.state is _CONNECTING\n", "peer.state is not _UP\n"))  # fmt: skip
 add("plugins-word-for-late-is-believed", "TIMED_OUT from a plugin counts as core's own", "T5 T8",
-    edit(G._on_completion, "elif (outcome := completion.outcome) is not _DONE and outcome not in _ENDS:",
-         "elif (outcome := completion.outcome) is None:"))  # fmt: skip
+    edit(G._on_completions, "elif outcome is not _DONE and (type(outcome) is not Outcome or outcome is _TIMED_OUT):",
+         "elif outcome is None:"))  # fmt: skip
 add("cancelling-what-is-over-ends-it-again", "a cancel of a transfer that has nothing under way is reported as an end",
     "T9 C7.1",
     edit(G.cancel, "    self._enter()\n", "    self._enter()\n    self._news.completions += [\n"
@@ -148,4 +147,15 @@ add("foreign-memory-is-registered-where-own-is-demanded", "memory that did not c
     "T1",
     edit(G._check_regions, 'if capabilities.memory_origin == "allocated" and (', "if False and ("), base="own")  # fmt: skip
 add("a-fence-is-forgotten", "a chunk that is reported after its peer's fence stays in quarantine", "C6.4 T8",
-    edit(G._on_completion, "fenced = flight.peer.fenced", "fenced = False"))  # fmt: skip
+    edit(G._on_completions, "fenced = flight.peer.fenced", "fenced = False"))  # fmt: skip
+add("a-malformed-event-swallows-the-rest", "what comes behind an event that is none is lost", "T5 T7 C6.3",
+    edit(G._on_completions, "        except Exception as wrong:\n            self._refuse(wrong)\n",
+         "        except ZeroDivisionError:\n            pass\n"))  # fmt: skip
+add("a-malformed-event-swallows-other-kinds", "what no completion is costs the receipts beside it", "T7 C6.3 T3",
+    edit(G._filter, "            self._on_completions(completions, self._clock())\n",
+         "            self._on_completions(completions, self._clock())\n"
+         "            if not all(type(one) is Completion for one in completions):\n                return\n"))  # fmt: skip
+add("anything-proves-quiet", "whatever is true proves a side quiet", "T5 C6.1",
+    edit(G._on_completions, "    _check_completion(completion, source, target, error)\n", "    pass\n"))  # fmt: skip
+add("rubbish-is-told-each-time", "each malformed event is a fault", "T12 C6.3",
+    edit(G._refuse, "if count < self._malformed_told_at or self._malformed_in == self._pass:", "if False:"))  # fmt: skip

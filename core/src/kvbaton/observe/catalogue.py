@@ -243,13 +243,13 @@ SECTIONS: Final[dict[str, tuple[Figure, ...]]] = {
             " `transport_full_total`.",
         ),
         Figure(
-            "transport_faults_total", "counter", ("stage",), "Calls in which the transport plugin raised.",
+            "transport_faults_total", "counter", ("stage",), "Calls in which the transport plugin raised, or that returned what is no event.",
             "Above 0 is a defect of the plugin: the log names the call. `kvbaton conformance` judges it.",
         ),
         Figure(
             "transport_dropped_total", "counter", ("stage", "reason"),
-            "Events of the transport that were refused: late, doubled, of an old epoch or an unknown peer.",
-            "A few after a peer was lost are ordinary; without a loss, the plugin is at fault.",
+            "Events of the transport that were refused: late, doubled, malformed, of an old epoch or an unknown peer.",
+            "A few after a peer was lost are ordinary; without a loss, or `malformed`, the plugin is at fault.",
         ),
         Figure(
             "connector", "gauge", ("stage", "figure"), "What the transport plugin itself counts, by its own names.",

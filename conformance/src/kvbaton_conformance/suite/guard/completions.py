@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvbaton.connector import IDLE, Outcome
+from kvbaton.connector import IDLE, Completion, Outcome, PeerEvent, Receipt
 from kvbaton.errors import LocalProtocolError, PeerLost
 from kvbaton_conformance.clauses import require
-from kvbaton_conformance.suite.guard.rig import CHUNK, D0, D1, Rig, RigTopic, chunk, refused
+from kvbaton_conformance.suite.guard.rig import CHUNK, D0, D1, Rig, RigTopic, chunk, faults, refused
 
 
 class Completions(RigTopic):
@@ -99,6 +101,55 @@ class Completions(RigTopic):
             (end.outcome, end.source_quiet, end.target_quiet) == (Outcome.FAILED, False, False), "T5",
             "a plugin's TIMED_OUT was taken for a proof", seen=end,
         )  # fmt: skip
+
+    @pytest.mark.clause("T5", "T7", "C6.3")
+    def test_a_malformed_event_takes_nothing_with_it(self) -> None:
+        """What comes before, behind and beside it counts; it is a fault, and the chunk that it means is awaited."""
+        rig = Rig(D0)
+        before, meant, behind = (rig.post() for _ in range(3))
+        rig.plugin.complete(before)
+        rig.plugin.say(completions=[None, Completion([meant.transfer], 0, Outcome.DONE, True, True)])  # type: ignore[arg-type]
+        rig.plugin.complete(behind)
+        rig.plugin.receive(D0, before.transfer, 0)
+        rig.plugin.say(receipts=[None, Receipt(D0, meant.transfer, None)], peers=[None, PeerEvent(D0, "no")])  # type: ignore[arg-type]
+        rig.plugin.receive(D0, behind.transfer, 0)
+        progress = rig.poll()
+        good = [before.transfer, behind.transfer]
+        ends, heard = [end.transfer for end in progress.completions], [one.transfer for one in progress.receipts]
+        require(ends == good, "T5", "a malformed completion takes others with it, or ends its chunk", seen=ends)
+        require(heard == good, "T7", "a malformed receipt takes others with it", seen=heard)
+        require(not progress.peers, "T7", "a malformed event of a peer counts", seen=progress.peers)
+        require(len(faults(progress)) == 1, "C6.3", "malformed events are not reported once", seen=faults(progress))
+        require(rig.figure("dropped_malformed") == 6, "C6.3", "malformed events are not counted", seen=str(rig))
+        rig.plugin.complete(meant)
+        ends = [end.transfer for end in rig.poll().completions]
+        require(ends == [meant.transfer] and rig.balanced(), "T5", "its chunk does not end any more", seen=ends)
+
+    @pytest.mark.clause("T5", "C6.1", "T8")
+    @pytest.mark.parametrize("quiet", ["no", 1, None], ids=["text", "number", "none"])
+    def test_nothing_but_true_proves_quiet(self, quiet: Any) -> None:
+        """A completion that says something else of a side proves nothing: its chunk is late at its deadline."""
+        rig = Rig(D0)
+        posted = rig.post()
+        rig.plugin.say(completions=[
+            Completion(posted.transfer, 0, Outcome.DONE, quiet, True),
+            Completion(posted.transfer, 0, Outcome.DONE, True, quiet),
+        ])  # fmt: skip
+        ends = rig.poll().completions
+        require(not ends, "T5", f"{quiet!r} was taken for a proof", seen=ends)
+        rig.clock.advance(CHUNK)
+        late = [(end.outcome, end.source_quiet, end.target_quiet) for end in rig.poll().completions]
+        require(late == [(Outcome.TIMED_OUT, False, False)], "T8", "it is not late at its deadline", seen=late)
+
+    @pytest.mark.clause("C6.3", "T12")
+    def test_rubbish_for_ever_is_told_few_times(self) -> None:
+        """At first and whenever there is twice as much of it: a broken plugin fills no log."""
+        rig = Rig(D0)
+        told = 0
+        for _ in range(64):
+            rig.plugin.say(completions=["rubbish"] * 50, receipts=[None] * 50)
+            told += len(faults(rig.poll()))
+        require(1 <= told <= 8, "T12", "malformed events are told again and again", expected="1 to 8 faults", seen=told)
 
     @pytest.mark.clause("T9")
     def test_cancel_reaches_the_plugin_only_for_what_is_posted(self) -> None:
