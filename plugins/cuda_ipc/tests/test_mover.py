@@ -22,16 +22,31 @@ class Device:
     def __init__(self):
         self.streams = {}
         self.reached_events = {}
+        self.records = {}
         self.forgotten = []
         #: Where runs may be, from and to: what is elsewhere is not touched.
         self.bounds = []
         #: Raised by whatever is asked of it.
         self.fails = None
+        #: Raised by one call of that name, before or after it did what it was asked to.
+        self.fails_in = {}
+        self.fails_after = {}
+        #: It gets on while somebody waits for it.
+        self.gets_on = False
 
-    def _put(self, stream, work):
+    def _put(self, name, stream, work):
         if self.fails is not None:
             raise self.fails
+        if name in self.fails_in:
+            raise self.fails_in.pop(name)
         self.streams.setdefault(stream, deque()).append(work)
+        if name in self.fails_after:
+            raise self.fails_after.pop(name)
+
+    def over(self, stream):
+        if self.gets_on:
+            self.step(stream)
+        return not self.streams.get(stream)
 
     def step(self, stream):
         if self.streams.get(stream):
@@ -45,15 +60,23 @@ class Device:
     # -- the driver
 
     def copy(self, target, source, nbytes, stream):
-        self._put(stream, lambda: ctypes.memmove(target, source, nbytes))
+        self._put("copy", stream, lambda: ctypes.memmove(target, source, nbytes))
 
     def event(self):
+        if "event" in self.fails_in:
+            raise self.fails_in.pop("event")
         event = 100 + len(self.reached_events)
         self.reached_events[event] = True
         return event
 
     def record(self, event, stream):
-        self._put(stream, lambda: self.reached_events.update({event: True}))
+        number = self.records[event] = self.records.get(event, 0) + 1
+
+        def reach():
+            if self.records[event] == number:  # an event tells of what it was recorded for last
+                self.reached_events[event] = True
+
+        self._put("record", stream, reach)
         self.reached_events[event] = False
 
     def reached(self, event):
@@ -73,7 +96,7 @@ class Device:
                     assert first <= address <= address + length <= past, "a table that is not this launch's"
                 ctypes.memmove(target, source, length)
 
-        self._put(stream, work)
+        self._put("run", stream, work)
 
 
 @pytest.fixture
@@ -86,7 +109,7 @@ def device(monkeypatch):
 
     def stream(_):
         handle = next(streams)
-        return SimpleNamespace(cuda_stream=handle, query=lambda: not device.streams.get(handle))
+        return SimpleNamespace(cuda_stream=handle, query=lambda: device.over(handle))
 
     monkeypatch.setattr(mover, "_tables", tables)
     monkeypatch.setattr(mover, "_TABLES", 3)
@@ -237,6 +260,138 @@ def test_a_device_that_does_not_say_what_it_still_does_is_adrift(device, memory,
         ours.start(runs_of(memory, [cell]))
     device.finish()
     assert np.array_equal(memory[1][: 12 * 64], memory[0][: 12 * 64])
+
+
+def tables_of(ours):
+    """Every table that it still has, each once."""
+    given = [] if ours._given is None else [ours._given]
+    tables = [*ours._free, *(table for table, _ in ours._busy), *ours._adrift, *given]
+    assert len({id(table) for table in tables}) == len(tables), "T3: a table is there twice, for two launches at once"
+    assert ours.figures()["tables"] == len(tables)
+    return tables
+
+
+def moves_on(ours, device, memory, first=100, count=40):
+    """So many launches, the device behind by one and more: all bytes come."""
+    events = []
+    for cell in range(first, first + count):
+        events.append(ours.start(runs_of(memory, [cell])))
+        device.step(1 + cell % 2)
+    device.finish()
+    assert all(event.query() for event in events)
+    source, target = memory
+    assert np.array_equal(target[first * 64 : (first + count) * 64], source[first * 64 : (first + count) * 64])
+
+
+FAILING = [(when, name) for when in ("fails_in", "fails_after") for name in ("copy", "run", "record")]
+
+
+@pytest.mark.clause("T5", "T12")
+@pytest.mark.parametrize("brought", [False, True], ids=["in-the-room", "brought-along"])
+@pytest.mark.parametrize(("when", "name"), [*FAILING, ("fails_in", "event")])
+def test_a_start_that_fails_costs_no_table_once_the_device_is_settled(device, memory, when, name, brought):
+    """Whichever of its calls fails, before or after the device took it: the table is free again, and not twice."""
+    ours = opened(device, 64 if name == "copy" else 1 << 20)
+    device.gets_on = True
+    for number in range(10):
+        getattr(device, when)[name] = DriverError(f"{name}: CUDA_ERROR_UNKNOWN")
+        runs = runs_of(memory, [number])
+        if not brought:
+            runs, there = ours.room(1), runs
+            runs[:] = there
+        if name == "event":
+            ours._events._free.clear()
+        with pytest.raises(DriverError):
+            ours.start(runs)
+        assert len(tables_of(ours)) == 3
+        assert len(ours._free) == 3
+    device.gets_on = False
+    moves_on(ours, device, memory)
+    assert len(ours._adrift) == 0
+
+
+@pytest.mark.clause("T5", "C6.1")
+@pytest.mark.parametrize(("when", "name"), FAILING)
+def test_a_table_that_is_adrift_is_kept_and_never_used_again(device, memory, monkeypatch, when, name):
+    """The device may come to it yet: then it finds what was written for it, however many launches came behind."""
+    monkeypatch.setattr(mover, "_SETTLING", 0.0)
+    ours = opened(device, 64 if name == "copy" else 1 << 20)
+    ours.start(runs_of(memory, [0]))
+    ours.start(runs_of(memory, [1]))  # in both lanes something is under way
+    runs = ours.room(1)
+    runs[:] = wanted = runs_of(memory, [2])
+    getattr(device, when)[name] = DriverError(f"{name}: CUDA_ERROR_UNKNOWN")
+    with pytest.raises(Adrift, match="CUDA_ERROR_UNKNOWN"):
+        ours.start(runs)
+    (adrift,) = ours._adrift
+    assert adrift.runs is runs
+    assert len(tables_of(ours)) == 3
+    moves_on(ours, device, memory)
+    assert ours._adrift == [adrift]
+    assert adrift not in (*ours._free, *(table for table, _ in ours._busy), ours._given)
+    assert np.array_equal(runs, wanted)
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.clause("T5")
+def test_a_start_that_is_interrupted_leaves_its_table_to_the_device(device, memory):
+    ours = opened(device)
+    device.fails_after["run"] = Interrupted()
+    with pytest.raises(Interrupted):
+        ours.start(runs_of(memory, [0]))
+    assert len(ours._adrift) == 1
+    moves_on(ours, device, memory)
+    assert np.array_equal(memory[1][:64], memory[0][:64])
+
+
+@pytest.mark.clause("T3", "T5", "T12")
+def test_where_there_is_no_memory_for_a_larger_table_the_others_stay_what_they_were(device, memory, monkeypatch):
+    """Neither is one lost, nor is one that was given free at the same time."""
+    ours = opened(device)
+    makes = mover._tables
+
+    def no_memory(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    for held in (False, True):
+        if held:
+            ours.room(2)
+        monkeypatch.setattr(mover, "_tables", no_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ours.room(1000)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            ours.start(runs_of(memory, range(1000)))
+        assert len(tables_of(ours)) == 3
+        monkeypatch.setattr(mover, "_tables", makes)
+    ours.room(1000)
+    assert len(tables_of(ours)) == 3
+    moves_on(ours, device, memory)
+
+
+@pytest.mark.clause("T10", "C6.1")
+def test_what_the_device_may_still_read_outlives_the_mover(device, memory, monkeypatch):
+    monkeypatch.setattr(mover, "_SETTLING", 0.0)
+    monkeypatch.setattr(mover, "_NEVER_AGAIN", [])
+    quiet = opened(device)
+    quiet.start(runs_of(memory, [0]))
+    device.finish()
+    quiet.close()
+    quiet.close()
+    assert not mover._NEVER_AGAIN
+    ours = opened(device)
+    ours.start(runs_of(memory, [1]))
+    device.fails_after["record"] = DriverError("cuEventRecord: CUDA_ERROR_UNKNOWN")
+    with pytest.raises(Adrift):
+        ours.start(runs_of(memory, [2]))
+    kept = [ours._busy[0][0], *ours._adrift]
+    ours.close()
+    ours.close()
+    assert sorted(map(id, mover._NEVER_AGAIN)) == sorted(map(id, kept))
+    device.finish()
+    assert np.array_equal(memory[1][64:192], memory[0][64:192])
 
 
 @pytest.mark.clause("T5")

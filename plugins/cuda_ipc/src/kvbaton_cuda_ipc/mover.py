@@ -35,6 +35,9 @@ _TABLES, _ROWS = 64, 8192
 PROGRAMS = 1
 #: A run of at least so many bytes goes to the copy engine, which costs some microseconds for each.
 ENGINE_ABOVE = 32 << 20
+#: Tables of movers that are closed and whose device never said that it had read them.  To free one would be to use it
+#: again: whoever got its memory next would write what the device then takes for addresses.
+_NEVER_AGAIN: list[_Table] = []
 #: Seconds that :meth:`Mover.settle` gives the device.  What is started here takes milliseconds.
 _SETTLING = 10.0
 
@@ -108,6 +111,13 @@ class _Recorded:
         return True
 
 
+def _over(event: DeviceEvent) -> bool:
+    try:
+        return event.query()
+    except Exception:
+        return False  # a device that has failed says nothing of what it still does
+
+
 class Events:
     """The driver's events, used again: to make one costs more than to record it."""
 
@@ -173,7 +183,7 @@ class DeviceMover:
         self._busy: deque[tuple[_Table, DeviceEvent]] = deque()
         #: Given to be written, and not started.
         self._given: _Table | None = None
-        #: Of launches that nobody knows to be over: never used again.
+        #: Of launches of which the device does not say whether they are over: kept, and never used again (C6.1).
         self._adrift: list[_Table] = []
         self._figures = dict.fromkeys(
             ("launches_total", "kernel_bytes_total", "kernel_runs_total", "engine_bytes_total", "engine_runs_total"), 0
@@ -182,9 +192,7 @@ class DeviceMover:
         torch.cuda.synchronize(self._device)
 
     def room(self, rows: int) -> Table:
-        table = self._given
-        if table is not None:
-            self._free.append(table)
+        self._give_back()
         self._given = table = self._take(rows)
         table.runs = runs = table.host[: 3 * rows].reshape(3, rows)
         return runs
@@ -192,25 +200,31 @@ class DeviceMover:
     def start(self, runs: Table) -> DeviceEvent:
         self._turn = (self._turn + 1) % LANES
         stream = self._streams[self._turn]
-        table: _Table | None = None
+        launched = False
         try:
             longest = int(np.maximum.reduce(runs[2]))
             if longest >= self._engine_above:
                 runs = self._by_engine(runs, stream)
                 longest = int(np.maximum.reduce(runs[2], initial=0))
             if runs.shape[1]:
-                table = self._by_kernel(runs, longest, stream)
+                self._by_kernel(runs, longest, stream)
+                launched = True
             event = self._events.record(stream)
-        except Exception as error:
-            # the table is given still: to be written anew, unless the device may yet read it
+        except BaseException as error:
+            # whatever has failed, the device may read the table, until it has said that it does nothing any more
+            table, self._given = self._given, None
+            if table is not None:
+                self._adrift.append(table)
+            if not isinstance(error, Exception):
+                raise
             if not self.settle():
-                if self._given is not None:
-                    self._adrift.append(self._given)
-                    self._given = None
                 raise Adrift(f"T5: the device failed, and does not say what it still does: {error}") from error
+            if table is not None:
+                self._free.append(self._adrift.pop())
             raise
-        if table is not None:
-            self._given = None
+        if launched:
+            table, self._given = self._given, None
+            assert table is not None
             self._busy.append((table, event))
         return event
 
@@ -223,14 +237,14 @@ class DeviceMover:
             self._figures["engine_runs_total"] += 1
         return runs[:, ~large]
 
-    def _by_kernel(self, runs: Table, longest: int, stream: int) -> _Table:
-        """The table that the launch reads, which is the one that was given last."""
+    def _by_kernel(self, runs: Table, longest: int, stream: int) -> None:
+        """Launch it, with the table that was given last, which then stays the given one."""
         count = runs.shape[1]
         if self._given is None or self._given.runs is not runs:
             mine = self.room(count)
             mine[:] = runs
             runs = mine
-        launch = self._plan(runs, self._programs, self.room, longest)
+        launch = self._plan(runs, self._programs, self.room, longest)  # in the table that was given last
         table = self._given
         assert table is not None
         self._kernels.run(launch, table.pinned, stream)
@@ -238,17 +252,21 @@ class DeviceMover:
         figures["launches_total"] += 1
         figures["kernel_runs_total"] += count
         figures["kernel_bytes_total"] += launch.nbytes
-        return table
+
+    def _give_back(self) -> None:
+        table, self._given = self._given, None
+        if table is not None:
+            self._free.append(table)
 
     def _take(self, rows: int) -> _Table:
         if not self._free:
             while self._busy and self._busy[0][1].query():
                 self._free.append(self._busy.popleft()[0])
-        if self._free:
-            table = self._free.pop()
-            if table.rows >= rows:
-                return table
+        if self._free and self._free[-1].rows >= rows:
+            return self._free.pop()
         (table,) = _tables(1, max(_ROWS, 1 << (rows - 1).bit_length()))
+        if self._free:
+            self._free.pop()  # the larger one takes its place
         return table
 
     def settle(self) -> bool:
@@ -268,7 +286,10 @@ class DeviceMover:
         return {**self._figures, "tables": tables}
 
     def close(self) -> None:
+        _NEVER_AGAIN.extend(self._adrift)
+        _NEVER_AGAIN.extend(table for table, event in self._busy if not _over(event))
         self._given = None
+        self._adrift.clear()
         self._busy.clear()
         self._free.clear()
         self._lanes.clear()
