@@ -243,7 +243,8 @@ SECTIONS: Final[dict[str, tuple[Figure, ...]]] = {
             " `transport_full_total`.",
         ),
         Figure(
-            "transport_faults_total", "counter", ("stage",), "Calls in which the transport plugin raised, or that returned what is no event.",
+            "transport_faults_total", "counter", ("stage",),
+            "Calls in which the transport plugin raised, or that returned what is no event.",
             "Above 0 is a defect of the plugin: the log names the call. `kvbaton conformance` judges it.",
         ),
         Figure(
