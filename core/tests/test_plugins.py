@@ -3,6 +3,7 @@
 import itertools
 import logging
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -511,6 +512,101 @@ def test_the_list_shows_every_plugin_and_says_what_is_wrong_with_the_broken(toy)
     assert rows["engine", "toy", "toy-engine"].options["block_tokens"]["description"] == "Tokens per block."
     assert rows["hooks", "watcher", "h-dist"].available
     assert "kvbaton_milestonee" in rows["hooks", "misspelt", "m-dist"].reason
+
+
+# -- no answer ---------------------------------------------------------------------------------------------------------
+
+#: As a call of a driver that is stuck.  PyDLL keeps the interpreter meanwhile, CDLL does not.
+HANGS = "        import ctypes; ctypes.{library}(None).pause()\n"
+PROBE = "    def probe(self, need):\n"
+
+
+def hanging_connector(installed, name, how):
+    text = CONNECTOR.format(
+        name=name, version=API_VERSION, cross=True, usable=True, reason="", remedy="", quiet="exact"
+    )
+    text = {
+        "import": "import ctypes; ctypes.CDLL(None).pause()\n",
+        "dies": text.replace(PROBE, PROBE + "        import os; os.abort()\n"),
+    }.get(how) or text.replace(PROBE, PROBE + HANGS.format(library=how))
+    module = installed.module(text)
+    installed.distribution(f"dist-{name}", "kvbaton.connectors", {name: f"{module}:plugin"})
+    return module
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """With what is called stuck, and with nothing else."""
+
+    class Impatient(plugins.Apart):
+        def answer(self, what, seconds):
+            return super().answer(what, 0.2 if "stuck" in what else seconds)
+
+    ask = plugins.of_thread
+    monkeypatch.setattr(plugins, "Apart", Impatient)
+    monkeypatch.setattr(
+        plugins, "of_thread", lambda what, call, seconds: ask(what, call, 0.2 if "stuck" in what else seconds)
+    )
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", ["CDLL", "PyDLL", "import"])
+def test_a_plugin_that_does_not_answer_is_a_row_that_says_so_and_the_others_are_listed(installed, how):
+    module = hanging_connector(installed, "a-stuck", how)
+    installed.connector("near")
+    rows = {row.name: row for row in list_plugins()}
+    assert [rows[name].available for name in ("a-stuck", "near")] == [False, True]
+    assert rows["a-stuck"].reason == "did not answer within 0.2 s"
+    assert rows["a-stuck"].remedy.startswith("if nvidia-smi does not answer either")
+    # and from then on nobody here asks it again
+    error = refusal(PluginUnavailable, "a-stuck", Need())
+    assert module not in sys.modules
+    assert "a-stuck" in str(error)
+    assert "did not answer within 0.2 s: if nvidia-smi does not answer either" in str(error)
+    assert not {row.name: row for row in list_plugins()}["a-stuck"].available
+
+
+def test_a_plugin_that_ends_the_process_is_a_row_that_says_so(installed):
+    hanging_connector(installed, "a-deadly", "dies")
+    installed.connector("near")
+    rows = {row.name: row for row in list_plugins()}
+    assert [rows[name].available for name in ("a-deadly", "near")] == [False, True]
+    assert rows["a-deadly"].reason == "ended the process that asked it (killed by SIGABRT)"
+    assert rows["a-deadly"].remedy == "reinstall or upgrade it, or choose another"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_auto_passes_over_one_that_does_not_answer(installed, caplog):
+    hanging_connector(installed, "a-stuck", "CDLL")
+    installed.connector("near")
+    with caplog.at_level(logging.INFO, "kvbaton"):
+        assert choose_connector("auto", Need())[0].name == "near"
+    assert "a-stuck (dist-a-stuck 1.2) did not answer within 0.2 s (" in caplog.text
+    assert "in probe): if nvidia-smi does not answer either" in caplog.text
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_instance_that_does_not_answer_is_refused_and_waited_for_once():
+    over = threading.Event()
+    asked = []
+
+    class Stuck:
+        name = "stuck"
+        api_version = API_VERSION
+        Options = type("Options", (BaseModel,), {})
+
+        def probe(self, need):
+            asked.append(need)
+            over.wait()
+
+        def open(self, options, context):
+            raise AssertionError("opened")
+
+    stuck = Stuck()
+    with pytest.raises(PluginUnavailable, match=r"transport stuck did not answer within 0\.2 s"):
+        choose_placement(settings(), stuck)
+    over.set()
+    assert len(asked) == 1
 
 
 def test_choosing_imports_only_the_chosen(installed):

@@ -456,7 +456,11 @@ class ConnectorPlugin(Protocol):
     Options: type[Any]
 
     def probe(self, need: Need) -> Availability:
-        """Whether this transport works here for ``need``.  Cheap; opens nothing; never raises."""
+        """Whether this transport works here for ``need``.  Cheap; opens nothing; never raises.
+
+        Threading: any thread, one call at a time.  A plugin that has not answered after a minute, as where a driver is
+        stuck, is taken to be unusable, and is not asked again.
+        """
 
     def open(self, options: Any, context: ConnectorContext) -> TransferConnector:
         """A connector that nobody else has.  ``options`` is an instance of ``Options``."""

@@ -10,6 +10,7 @@ to do.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
@@ -23,6 +24,7 @@ from pydantic.fields import FieldInfo
 from stevedore.driver import DriverManager
 
 from kvbaton import cuda
+from kvbaton.answering import PATIENCE, Apart, Gone, NoAnswer, of_thread
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need, Reach
 from kvbaton.engine import ENGINE_API_VERSION, EnginePlugin
 from kvbaton.errors import (
@@ -108,6 +110,8 @@ class _Loaded:
     name: str
     #: ``kvbaton-loopback 0.1.0``; empty for an instance.
     source: str
+    #: In what is :data:`_mute`.
+    key: object = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.source})" if self.source else self.name
@@ -204,22 +208,37 @@ def options_of(settings: Settings, group: Literal["engine", "transport"]) -> Bas
     return valid
 
 
-def list_plugins() -> list[PluginRow]:
-    """Every installed connector, engine and observer.  One that is broken is a row that says so, never an error."""
+def list_plugins(name: str | None = None) -> list[PluginRow]:
+    """Every installed connector, engine and observer, or those called ``name``.  One that is broken is a row that says
+    so, never an error.
+
+    A process of its own imports and asks each before this one does: one that hangs there, or dies of it, is a row that
+    says so after :data:`~kvbaton.answering.PATIENCE` seconds, and is refused from then on.
+    """
     rows: list[PluginRow] = []
     kinds: tuple[tuple[Literal["connector", "engine", "hooks"], str], ...]
     kinds = (("connector", CONNECTORS), ("engine", ENGINES), ("hooks", HOOKS_GROUP))
-    for kind, group in kinds:
-        entries = sorted(entry_points(group=group), key=lambda entry: (entry.name, _source(entry)))
+    installed = [
+        (kind, group, sorted(_called(name, group), key=lambda entry: (entry.name, _source(entry))))
+        for kind, group in kinds
+    ]
+    _ask_apart([entry for _, _, entries in installed for entry in entries])
+    for kind, group, entries in installed:
         for entry in entries:
             dist = entry.dist
-            name, version = (dist.name, dist.version) if dist else ("unknown", "")
+            source, version = (dist.name, dist.version) if dist else ("unknown", "")
             try:
                 state = _state(group, entry, [e for e in entries if e.name == entry.name])
+            except PluginUnavailable as error:
+                state = _State(False, error.reason, error.remedy)
             except (Exception, SystemExit) as error:
                 state = _State(False, str(error))
-            rows.append(PluginRow(kind, entry.name, name, version, *state.astuple()))
+            rows.append(PluginRow(kind, entry.name, source, version, *state.astuple()))
     return rows
+
+
+def _called(name: str | None, group: str) -> list[EntryPoint]:
+    return [entry for entry in entry_points(group=group) if name is None or entry.name == name]
 
 
 def each_plugin(broken: Callable[[PluginError], object]) -> Iterator[tuple[str, Any]]:
@@ -247,7 +266,7 @@ class _Driver(DriverManager[Any]):
 def _resolve(group: str, named: object) -> _Loaded:
     if not isinstance(named, str):
         name = getattr(named, "name", type(named).__name__)
-        return _checked(group, _Loaded(named, str(name), ""))
+        return _checked(group, _Loaded(named, str(name), "", id(named)))
     if ":" in named:
         return _by_path(group, named)
     found = [entry for entry in entry_points(group=group) if entry.name == named]
@@ -270,6 +289,9 @@ def _one_claim(group: str, name: str, found: Sequence[EntryPoint]) -> None:
 
 def _load(group: str, entry: EntryPoint) -> _Loaded:
     source = _source(entry)
+    key = (group, entry.value)
+    if key in _mute:
+        raise _mute[key].refusal(f'{_WORD[group]} "{entry.name}" of {source}', entry.name)
     try:
         driver = _Driver(group, entry.name, on_missing_entrypoints_callback=None)
         plugin = driver.driver
@@ -279,7 +301,7 @@ def _load(group: str, entry: EntryPoint) -> _Loaded:
             f" {type(error).__name__}: {error}. Reinstall or upgrade {source.split()[0]}.",
             name=entry.name, distribution=source,
         ) from error  # fmt: skip
-    return _checked(group, _Loaded(plugin, entry.name, source))
+    return _checked(group, _Loaded(plugin, entry.name, source, key))
 
 
 def _by_path(group: str, path: str) -> _Loaded:
@@ -291,7 +313,7 @@ def _by_path(group: str, path: str) -> _Loaded:
             " with the module importable here.",
             name=path, distribution=None,
         ) from error  # fmt: skip
-    return _checked(group, _Loaded(plugin, path, ""))
+    return _checked(group, _Loaded(plugin, path, "", (group, path)))
 
 
 def _checked(group: str, loaded: _Loaded) -> _Loaded:
@@ -410,15 +432,73 @@ def _validated(group: str, loaded: _Loaded, options: object) -> Any:
 # -- availability ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Mute:
+    """Why a plugin is asked no more: what hung once would hang again, and whoever else imports it would wait for it."""
+
+    reason: str
+    remedy: str
+    #: An instance that was given: kept, so that no other can have its identity.
+    plugin: object = None
+
+    @classmethod
+    def after(cls, error: NoAnswer, plugin: object = None) -> _Mute:
+        if isinstance(error, Gone):
+            return cls(str(error), "reinstall or upgrade it, or choose another", plugin)
+        return cls(
+            str(error),
+            "if nvidia-smi does not answer either, the GPU's driver is stuck, and the machine has to be restarted; if"
+            " it does, choose another plugin",
+            plugin,
+        )
+
+    def refusal(self, who: str, name: str) -> PluginUnavailable:
+        return PluginUnavailable(
+            f"{who} {self.reason}: {self.remedy}", name=name, reason=self.reason, remedy=self.remedy, capability=None
+        )
+
+
+#: By group and ``module:object``, of an instance by its identity.
+_mute: dict[object, _Mute] = {}
+
+
 def _probe(loaded: _Loaded, need: Need) -> Availability:
+    if loaded.key in _mute:
+        raise _mute[loaded.key].refusal(f"transport {loaded}", loaded.name)
     try:
-        answer: Availability = loaded.plugin.probe(need)
+        answer: Availability = of_thread(f"transport {loaded}", lambda: loaded.plugin.probe(need), PATIENCE)
         return answer
+    except NoAnswer as error:
+        _mute[loaded.key] = _Mute.after(error, loaded.plugin)
+        raise _mute[loaded.key].refusal(f"transport {loaded}", loaded.name) from error
     except Exception as error:
         raise PluginBroken(
             f"transport {loaded}: its probe failed, which it must never do: {type(error).__name__}: {error}",
             name=loaded.name, distribution=loaded.source or None,
         ) from error  # fmt: skip
+
+
+def _ask_apart(entries: Sequence[EntryPoint]) -> None:
+    """Let another process import and ask each; those that hang there, or end it, are :data:`_mute` from now on."""
+    waiting = [entry for entry in entries if (entry.group, entry.value) not in _mute]
+    while waiting:
+        with Apart("kvbaton.plugins:_asked", *(json.dumps([e.group, e.name, e.value]) for e in waiting)) as process:
+            while waiting:
+                entry = waiting.pop(0)
+                try:
+                    process.answer(f"{entry.name} of {_source(entry)}", PATIENCE)
+                except NoAnswer as error:
+                    _mute[entry.group, entry.value] = _Mute.after(error)
+                    break
+
+
+def _asked(*entries: str) -> Iterator[str]:
+    """What :func:`_ask_apart` has run: that each of ``entries`` comes back counts, and not with what."""
+    for group, name, value in map(json.loads, entries):
+        entry = EntryPoint(name, value, group)
+        with contextlib.suppress(Exception, SystemExit):
+            _state(group, entry, [entry])
+        yield ""
 
 
 def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
@@ -495,7 +575,7 @@ def _best(need: Need) -> _Loaded:
                 usable.append((_rank(loaded, _probe(loaded, need).capabilities), loaded))
             else:
                 verdicts[name] = str(refusal)
-        except (PluginBroken, PluginConflict) as error:
+        except (PluginBroken, PluginConflict, PluginUnavailable) as error:
             verdicts[name] = str(error)
     for verdict in verdicts.values():
         _log.info("transport auto: %s", verdict)
@@ -532,6 +612,8 @@ class _State:
 
 def _state(group: str, entry: EntryPoint, claims: Sequence[EntryPoint]) -> _State:
     if group == HOOKS_GROUP:
+        if (group, entry.value) in _mute:
+            raise _mute[group, entry.value].refusal(entry.name, entry.name)
         Hooks().add(entry.load(), entry.name)
         return _State(True)
     _one_claim(group, entry.name, claims)

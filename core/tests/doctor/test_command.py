@@ -1,6 +1,7 @@
 """``kvbaton doctor``: what is shown, what it ends with."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from kvbaton.cli import doctor as command
 from kvbaton.cli.app import app
-from kvbaton.connector import Lane
+from kvbaton.connector import API_VERSION, Lane
 from kvbaton.doctor.examination import Chosen, Report, Transport
 from kvbaton.doctor.gpus import Gpu
 from kvbaton.doctor.leftovers import Leftover, Outcome
@@ -219,3 +220,75 @@ def _children(process):
             return children
         time.sleep(0.02)
     raise AssertionError("no ends were started")
+
+
+# -- what does not answer ----------------------------------------------------------------------------------------------
+
+STUCK = """
+import atexit
+import ctypes
+from pydantic import BaseModel
+
+class Plugin:
+    name = "a-stuck"
+    api_version = {version}
+    class Options(BaseModel):
+        pass
+    def probe(self, need):
+        atexit.register(ctypes.CDLL(None).pause)  # as a library that waits for its threads
+        ctypes.CDLL(None).pause()
+    def open(self, options, context):
+        raise AssertionError("opened")
+
+plugin = Plugin()
+"""
+#: The command line, impatient with what is stuck and with nothing else.
+IMPATIENT = """
+from kvbaton import plugins
+from kvbaton.doctor import gpus
+def soon(what, seconds):
+    return 0.2 if "stuck" in what else seconds
+class Impatient(plugins.Apart):
+    def answer(self, what, seconds):
+        return super().answer(what, soon(what, seconds))
+ask = plugins.of_thread
+plugins.Apart = Impatient
+plugins.of_thread = lambda what, call, seconds: ask(what, call, soon(what, seconds))
+from kvbaton.cli import main
+main()
+"""
+
+
+SCRIPTED = "--model scripted:1 --set engine.name=kvbaton_conformance.scripted_plugin:plugin"
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """The environment of a command for which a transport is installed that does not answer."""
+    info = tmp_path / "a_stuck-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-stuck\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[kvbaton.connectors]\na-stuck = stuck_transport:plugin\n")
+    (tmp_path / "stuck_transport.py").write_text(STUCK.format(version=API_VERSION))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("doctor a-stuck", 2),
+        ("plugins", 0),
+        ("lanes a-stuck", 2),
+        ("bench a-stuck", 2),
+        (f"run {SCRIPTED} --prompt x --transport a-stuck", 2),
+    ],
+)
+def test_a_transport_that_does_not_answer_is_told_and_the_command_ends(stuck, words, status):
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPATIENT, *words.split()], env=stuck, capture_output=True, text=True, timeout=300
+    )
+    said = " ".join((ran.stdout + ran.stderr).split())
+    assert ran.returncode == status, said
+    assert "did not answer within 0.2 s" in said
+    assert "if nvidia-smi does not answer either" in said
+    assert "Traceback" not in said

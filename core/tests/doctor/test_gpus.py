@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 
+from kvbaton.doctor import gpus
 from kvbaton.doctor.gpus import read_gpus
 
 
@@ -169,3 +170,14 @@ def test_why_there_are_none(libraries, reason):
 def test_a_library_that_is_not_there_is_an_answer_on_this_machine_too():
     report = read_gpus(ctypes.CDLL)
     assert report.gpus or report.reason
+
+
+def test_a_driver_that_does_not_answer_is_a_reason(monkeypatch):
+    monkeypatch.setattr(gpus, "PATIENCE", 0.0)
+    report = gpus.read_gpus_apart()
+    assert report.gpus == ()
+    assert report.reason.startswith("the NVIDIA driver did not answer within 0 s: if nvidia-smi does not either")
+
+
+def test_another_process_says_what_this_one_would():
+    assert gpus.read_gpus_apart() == read_gpus()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -19,7 +20,7 @@ def main() -> None:
         _run()
     except KeyboardInterrupt:  # while it was still being loaded, or at its very end
         print("kvbaton: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _leave(130)
 
 
 def _run() -> None:
@@ -55,6 +56,14 @@ def _run() -> None:
         # what is left in the buffer goes nowhere, or the interpreter would complain of it at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = status or 1
+    _leave(status)
+
+
+def _leave(status: object) -> NoReturn:
+    answering = sys.modules.get("kvbaton.answering")
+    if answering is not None and answering.hanging():  # what its library does at an exit may wait for it
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 0 if status is None else 1)
     sys.exit(status)  # type: ignore[arg-type]
 
 

@@ -86,10 +86,12 @@ def examine(
     kind: MemoryKind = memory or ("host" if settings.stages.devices is None else "cuda")
     progress("reading the machine")
     machine = machine or read_machine()
+    progress("asking the transports")
+    rows = _rows(settings.transport.name)  # first: whoever does not answer here is asked no more
     pick = _pick(settings, kind, named)
     devices = _devices(settings, machine)
     transports = []
-    for row in [row for row in _rows(pick) if pick.by == "auto" or row.name == pick.name]:
+    for row in rows:
         mine = row.name == pick.name
         given = settings.transport.options if mine and pick.by != "auto" else {}
         reaches: Sequence[Reach] = ("cross_process", "same_process")
@@ -142,12 +144,12 @@ def _chosen(pick: _Pick, memory: MemoryKind, transports: dict[str, Transport]) -
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def _rows(pick: _Pick) -> Sequence[PluginRow]:
-    """Every installed connector; and the one that is asked for, where it is no entry point."""
-    rows = [row for row in list_plugins() if row.kind == "connector"]
-    if pick.by != "auto" and all(row.name != pick.name for row in rows):
-        rows.append(PluginRow("connector", pick.name, "", "", True))
-    return rows
+def _rows(named: str) -> Sequence[PluginRow]:
+    """Every installed connector for ``auto``; else the one that is asked for, also where it is no entry point."""
+    if named == AUTO:
+        return [row for row in list_plugins() if row.kind == "connector"]
+    rows = [row for row in list_plugins(named) if row.kind == "connector"]
+    return rows or [PluginRow("connector", named, "", "", True)]
 
 
 def _transport(

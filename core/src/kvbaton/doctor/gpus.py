@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
 
 from kvbaton import cuda
+from kvbaton.answering import PATIENCE, Apart, NoAnswer
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 _TEXT: Final = 96
@@ -64,6 +65,22 @@ def read_gpus(load: Load = ctypes.CDLL) -> GpuReport:
     except (_Refused, AttributeError) as error:
         report = _by_driver(load)
         return report if report.gpus else msgspec.structs.replace(report, reason=f"the NVIDIA driver: {error}")
+
+
+def read_gpus_apart() -> GpuReport:
+    """The same by a process of its own, so that a driver that is stuck is a ``reason``, and hangs nobody here."""
+    with Apart("kvbaton.doctor.gpus:_told") as process:
+        try:
+            return msgspec.json.decode(process.answer("the NVIDIA driver", PATIENCE), type=GpuReport)
+        except NoAnswer as error:
+            return GpuReport(
+                reason=f"the NVIDIA driver {error}: if nvidia-smi does not either, it is stuck, and the machine has to"
+                " be restarted"
+            )
+
+
+def _told() -> Iterator[str]:
+    yield msgspec.json.encode(read_gpus()).decode()
 
 
 class _Nvml:

@@ -1,4 +1,5 @@
-"""What this machine is, as far as it matters to a transport: read from the kernel's own files, nothing is loaded.
+"""What this machine is, as far as it matters to a transport: read from the kernel's own files; what is loaded, another
+process loads.
 
 What cannot be read is ``None``, and never an error.  A test gives another root, environment and limits.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.doctor.gpus import Gpu, GpuReport, read_gpus
+from kvbaton.doctor.gpus import Gpu, GpuReport, read_gpus_apart
 
 #: Inode numbers of the kernel's own namespaces: whoever has others is in a container, or the like.
 INITIAL_NAMESPACES = {"pid": 4026531836, "ipc": 4026531839, "user": 4026531837}
@@ -104,7 +105,7 @@ class Sources:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     limit: Callable[[int], tuple[int, int]] = _limit
     space: Callable[[Path], tuple[int, int] | None] = _space
-    gpus: Callable[[], GpuReport] = read_gpus
+    gpus: Callable[[], GpuReport] = read_gpus_apart
 
     def text(self, path: str) -> str | None:
         try:
@@ -121,7 +122,7 @@ class Sources:
 
 
 def read_machine(sources: Sources | None = None) -> Machine:
-    """Read everything.  Takes milliseconds, and some hundred where the GPU driver was asleep."""
+    """Read everything.  Takes some hundred milliseconds, and a minute where the GPU driver is stuck."""
     found = sources or Sources()
     memory = _meminfo(found)
     gpus = found.gpus()

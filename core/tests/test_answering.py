@@ -1,0 +1,131 @@
+"""Asking what never answers, and going on."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvbaton.answering import Apart, Gone, NoAnswer, hanging, of_thread
+
+HERE = f"{Path(__file__).stem}"
+SHORT = 0.3
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def answers(*texts):
+    print("nobody reads this")
+    yield from texts
+
+
+def hangs_after_one(text):
+    """As a call of a driver does, and holding the interpreter."""
+    yield text
+    ctypes.PyDLL(None).pause()
+
+
+def dies(text):
+    yield text
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def says_what_it_finds():
+    yield json.dumps([str(Path.cwd()), sys.path])
+
+
+# -- of a thread -------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_comes_back_and_its_thread_is_gone():
+    before = threading.active_count()
+    assert of_thread("it", lambda: 7, 60.0) == 7
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)])
+def test_what_it_raises_is_raised_here(error):
+    def call():
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        of_thread("it", call, 60.0)
+    assert caught.value is error
+
+
+def test_a_call_that_hangs_is_given_up_with_the_line_where_it_was():
+    over = threading.Event()
+    with pytest.raises(NoAnswer, match=r"did not answer within 0.3 s \(threading.py, line \d+, in wait\)"):
+        of_thread("it", over.wait, SHORT)
+    assert hanging()
+    over.set()
+
+
+# -- of a process ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_come_one_by_one_and_then_it_is_gone():
+    with Apart(f"{HERE}:answers", "one", "two\nlines", "") as process:
+        assert [process.answer("it", 60.0) for _ in range(3)] == ["one", "two\nlines", ""]
+        with pytest.raises(Gone, match=r"ended the process that asked it \(exit status 0\)"):
+            process.answer("it", 60.0)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_it_finds_what_this_process_would(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    with Apart(f"{HERE}:says_what_it_finds") as process:
+        folder, path = json.loads(process.answer("it", 60.0))
+    assert folder == str(tmp_path)
+    assert path == [str(tmp_path), *sys.path[1:]]
+
+
+def test_one_that_hangs_is_left_and_is_gone():
+    with Apart(f"{HERE}:hangs_after_one", "first") as process:
+        assert process.answer("it", 60.0) == "first"
+        with pytest.raises(NoAnswer, match=r"^did not answer within 0.3 s$"):
+            process.answer("it", SHORT)
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_one_that_dies_is_told_with_the_signal():
+    with Apart(f"{HERE}:dies", "first") as process:
+        assert process.answer("it", 60.0) == "first"
+        with pytest.raises(Gone, match=r"ended the process that asked it \(killed by SIGSEGV\)"):
+            process.answer("it", 60.0)
+
+
+def test_it_does_not_outlive_a_process_that_is_killed():
+    program = (
+        f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r}); from kvbaton.answering import Apart;"
+        f" process = Apart('{HERE}:answers_and_waits'); print(process.pid, process.answer('it', 60.0), flush=True);"
+        " time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as asker:
+        try:
+            pid = int(asker.stdout.readline().split()[0])
+        finally:
+            asker.kill()
+    until = time.monotonic() + 30.0
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "it lives"
+        time.sleep(0.01)
+
+
+def answers_and_waits():
+    yield "here"
+    ctypes.CDLL(None).pause()
