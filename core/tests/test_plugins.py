@@ -488,6 +488,19 @@ def test_a_block_size_of_zero_and_one_that_is_no_number(toy):
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_list_tells_why_a_transport_cannot_do_what_it_was_made_for(installed):
+    """And not that it does not do what it never does, which comes first."""
+    text = CONNECTOR.format(
+        name="far", version=API_VERSION, cross=True, usable=False, reason="", remedy="", quiet="exact"
+    )
+    text = text.replace("Capabilities(", 'Capabilities(memory_kinds=frozenset({"cuda"}), ', 1)
+    text = text.replace("Availability(False, '',", "Availability(False, f'{need.memory_kind} {need.reach}',")
+    text = text.replace("same_process=True", "same_process=False")
+    installed.distribution("dist-far", "kvbaton.connectors", {"far": f"{installed.module(text)}:plugin"})
+    (row,) = list_plugins()
+    assert row.reason == "cuda cross_process"
+
+
 def test_the_list_shows_every_plugin_and_says_what_is_wrong_with_the_broken(toy):
     toy.connector("near")
     toy.connector("gone", usable=False, reason="libgone is missing", remedy="install libgone")

@@ -621,10 +621,17 @@ def _state(group: str, entry: EntryPoint, claims: Sequence[EntryPoint]) -> _Stat
     options = loaded.plugin.Options.model_json_schema().get("properties", {})
     if group == ENGINES:
         return _State(True, options=options)
-    answers = [_probe(loaded, need) for need in _every_need()]
-    best = next((answer for answer in answers if answer.usable), answers[0])
+    needs = list(_every_need())
+    answers = [_probe(loaded, need) for need in needs]
+    # of refusals that for memory which it was made for: what it never does is no reason
+    meant = [answer for answer, need in zip(answers, needs, strict=True) if _made_for(answer.capabilities, need)]
+    best = next((answer for answer in answers if answer.usable), (meant or answers)[0])
     return _State(best.usable, "" if best.usable else best.reason, "" if best.usable else best.remedy,
                   best.capabilities, options)  # fmt: skip
+
+
+def _made_for(able: Capabilities | None, need: Need) -> bool:
+    return able is not None and need.memory_kind in able.memory_kinds and able.reaches(need.reach)
 
 
 def _every_need() -> Iterable[Need]:

@@ -597,6 +597,19 @@ def test_what_is_missing_is_told_with_a_remedy(plugin, need, word):
     assert found.capabilities is not None
 
 
+@pytest.mark.clause("T13")
+def test_that_there_is_no_gpu_is_said_before_packages_that_would_not_help(monkeypatch):
+    from kvbaton.connector import Need
+    from kvbaton_cuda_ipc import library
+
+    monkeypatch.setattr(library, "missing", lambda: "ucxx is not installed")
+    need = Need("cuda", "cross_process")
+    assert "no CUDA driver" in Here(None, "torch and triton cannot be found").probe(need).reason
+    with_a_gpu = Here(FakeCuda(), "torch and triton cannot be found").probe(need)
+    assert with_a_gpu.reason == "ucxx is not installed"
+    assert "memory of a device" in Here(FakeCuda()).probe(Need("host", "cross_process")).reason
+
+
 @pytest.mark.clause("T2")
 def test_a_driver_that_is_too_old_or_broken_is_told():
     from kvbaton.connector import Need

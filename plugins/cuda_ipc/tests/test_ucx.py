@@ -1,5 +1,6 @@
 """The transport ``ucx``: what is under way when somebody revokes, disconnects, stands still, dies or lies."""
 
+import importlib.util
 import random
 
 import msgspec
@@ -8,8 +9,9 @@ import pytest
 
 from kvbaton import cuda
 from kvbaton.connector import Chunk, ConnectorContext, MemoryRegion, Need, Outcome
-from kvbaton.errors import RegistrationError, TransportError
+from kvbaton.errors import PluginUnavailable, RegistrationError, TransportError
 from kvbaton.identity import PeerId, new_transfer_id
+from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
 from kvbaton_conformance.harness import Pair, close_ends, open_end, open_pair, segments
 from kvbaton_conformance.subject import Reference, resolve
@@ -347,11 +349,25 @@ def test_it_says_why_it_is_not_usable(monkeypatch):
     device = plugin.probe(Need("cuda", "cross_process"))
     assert not device.usable
     assert "no CUDA device" in device.reason
+    monkeypatch.setattr(library, "missing", lambda: "ucxx is not installed")
+    # what nobody can change comes before packages
+    assert "no CUDA device" in plugin.probe(Need("cuda", "cross_process")).reason
+    assert "not installed" in plugin.probe(Need("host", "cross_process")).reason
+    monkeypatch.undo()
     monkeypatch.setattr(library, "conflict", lambda: "this process has loaded NIXL")
     beside = plugin.probe(Need("host", "cross_process"))
     assert not beside.usable
     assert "NIXL" in beside.reason
     assert "processes of their own" in beside.remedy
+
+
+@pytest.mark.clause("T13")
+def test_with_a_device_and_without_torch_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cuda, "visible", lambda: True)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    with pytest.raises(PluginUnavailable, match=r"torch or triton cannot be found.*pip install .kvbaton-cuda-ipc\[dev"):
+        choose_connector("ucx", Need("cuda", "cross_process"))
 
 
 @pytest.mark.parametrize(

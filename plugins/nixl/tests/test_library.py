@@ -11,8 +11,9 @@ import types
 import pytest
 from pydantic import ValidationError
 
+import kvbaton.cuda
 from kvbaton.connector import Need
-from kvbaton.errors import OptionsError, PeerLost, TransportError
+from kvbaton.errors import OptionsError, PeerLost, PluginUnavailable, TransportError
 from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
 from kvbaton_nixl import library
@@ -130,6 +131,21 @@ def test_the_build_fits_the_torch_that_is_loaded(unloaded, monkeypatch):
         library.load.cache_clear()
         library.load("FATAL")
     assert loaded == ["nixl_cu12._api", "nixl_cu13._api", "nixl_cu13._api"]
+
+
+@pytest.mark.clause("T13")
+def test_that_there_is_no_gpu_is_said_before_a_package_that_would_not_help(monkeypatch):
+    monkeypatch.setattr(library, "missing", lambda: "NIXL is not installed")
+    monkeypatch.setattr(kvbaton.cuda, "visible", lambda: False)
+    with pytest.raises(
+        PluginUnavailable, match="no CUDA device is visible, and cuda memory was asked for: keep the KV"
+    ):
+        choose_connector("nixl", Need("cuda", "cross_process"))
+    with pytest.raises(PluginUnavailable, match="NIXL is not installed: pip install kvbaton-nixl"):
+        choose_connector("nixl", Need("host", "cross_process"))
+    monkeypatch.setattr(kvbaton.cuda, "visible", lambda: True)
+    with pytest.raises(PluginUnavailable, match="NIXL is not installed: pip install kvbaton-nixl"):
+        choose_connector("nixl", Need("cuda", "cross_process"))
 
 
 @pytest.mark.clause("T13")

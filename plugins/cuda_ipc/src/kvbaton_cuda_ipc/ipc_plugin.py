@@ -97,12 +97,7 @@ class IpcPlugin:
         def no(reason: str, remedy: str) -> Availability:
             return Availability(False, reason, remedy, CAPABILITIES)
 
-        reason = library.missing()
-        if reason:
-            return no(reason, "pip install kvbaton-cuda-ipc; and let no other transport be loaded in this process")
-        reason = self.lacks()
-        if reason:
-            return no(reason, 'pip install "kvbaton-cuda-ipc[device]"')
+        # first what nobody can change here: whoever has no GPU shall not install packages for one
         if need.memory_kind != "cuda":
             return no(
                 f"CUDA IPC is for memory of a device, and {need.memory_kind} memory was asked for",
@@ -123,6 +118,12 @@ class IpcPlugin:
                 )
         except TransportError as error:
             return no(f"CUDA's driver does not answer: {error}", "look at the driver (nvidia-smi)")
+        reason = library.missing()
+        if reason:
+            return no(reason, library.remedy('"kvbaton-cuda-ipc[device]"'))
+        reason = self.lacks()
+        if reason:
+            return no(reason, 'pip install "kvbaton-cuda-ipc[device]"')
         if need.reach == "same_process":
             return no(
                 "a CUDA IPC handle cannot be opened in the process that made it",

@@ -43,6 +43,15 @@ def missing() -> str:
     return conflict()
 
 
+def remedy(distribution: str) -> str:
+    """What to do about what :func:`missing` says; ``distribution`` brings ucxx."""
+    if sys.platform != "linux":
+        return "run it on Linux"
+    if not importlib.util.find_spec("ucxx"):
+        return f"pip install {distribution}"
+    return "run the stages in processes of their own, each with one transport"
+
+
 def conflict() -> str:
     """Which other copy of UCX this process has loaded, in words; empty where there is none.
 

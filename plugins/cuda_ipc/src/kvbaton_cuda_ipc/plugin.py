@@ -36,6 +36,8 @@ CAPABILITIES = Capabilities(
     revocable=True,  # for the same reason
     max_segments=65536,
 )
+#: True as well where there is a CUDA device.
+WITH_DEVICES = replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))
 
 
 class UcxPlugin:
@@ -48,27 +50,28 @@ class UcxPlugin:
 
     def probe(self, need: Need) -> Availability:
         """Usable where ucxx can be loaded, within one host; for device memory, with torch and a CUDA device."""
+
+        def no(reason: str, remedy: str) -> Availability:
+            return Availability(False, reason, remedy, CAPABILITIES if need.memory_kind == "host" else WITH_DEVICES)
+
+        # first what nobody can change here: whoever has no GPU shall not install packages for one
+        if need.memory_kind == "cuda" and not cuda.visible():
+            return no(
+                "no CUDA device is visible, and cuda memory was asked for",
+                "keep the KV cache in host memory, or look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
+            )
+        if not CAPABILITIES.reaches(need.reach):
+            return no(
+                "it was made for stages of one host", 'choose a transport that was made for networks, such as "nixl"'
+            )
         missing = library.missing()
         if missing:
-            remedy = "run the stages in processes of their own, each with one transport"
-            if "installed" in missing:
-                remedy = "pip install kvbaton-cuda-ipc"
-            return Availability(False, missing, remedy, CAPABILITIES)
+            return no(missing, library.remedy("kvbaton-cuda-ipc"))
         capabilities = capabilities_here()
         if need.memory_kind not in capabilities.memory_kinds:
-            return Availability(
-                False,
-                f"{need.memory_kind} memory was asked for; no CUDA device is visible, or torch or triton is missing",
-                "keep the KV cache in host memory, or pip install kvbaton-cuda-ipc[device], or look at"
-                " CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
-                capabilities,
-            )
-        if not capabilities.reaches(need.reach):
-            return Availability(
-                False,
-                "it was made for stages of one host",
-                'choose a transport that was made for networks, such as "nixl"',
-                capabilities,
+            return no(
+                "torch or triton cannot be found, and cuda memory was asked for",
+                'pip install "kvbaton-cuda-ipc[device]", or keep the KV cache in host memory',
             )
         return Availability(True, capabilities=capabilities)
 
@@ -97,4 +100,4 @@ def capabilities_here() -> Capabilities:
     """With device memory where this process sees a CUDA device."""
     if not cuda.visible() or not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
         return CAPABILITIES
-    return replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))
+    return WITH_DEVICES

@@ -37,6 +37,8 @@ CAPABILITIES = Capabilities(
     copies_in_submit=True,  # through shared memory and cross-memory attach NIXL writes while it posts
     max_segments=MAX_SEGMENTS,
 )
+#: True as well where there is a CUDA device.
+WITH_DEVICES = replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))
 
 
 class NixlPlugin:
@@ -50,25 +52,25 @@ class NixlPlugin:
 
     def probe(self, need: Need) -> Availability:
         """Usable where NIXL is installed; for device memory, where a CUDA device is visible too."""
-        missing = library.missing()
-        if missing:
-            return Availability(False, missing, "pip install kvbaton-nixl", CAPABILITIES)
-        capabilities = capabilities_here()
-        if need.memory_kind not in capabilities.memory_kinds:
-            return Availability(
-                False,
-                f"no CUDA device is visible, and {need.memory_kind} memory was asked for",
+
+        def no(reason: str, remedy: str) -> Availability:
+            return Availability(False, reason, remedy, CAPABILITIES if need.memory_kind == "host" else WITH_DEVICES)
+
+        # first what nobody can change here: whoever has no GPU shall not install packages for one
+        if need.memory_kind == "cuda" and not cuda.visible():
+            return no(
+                "no CUDA device is visible, and cuda memory was asked for",
                 "keep the KV cache in host memory, or look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
-                capabilities,
             )
         if need.memory_kind == "cuda" and need.reach == "same_process":
-            return Availability(
-                False,
+            return no(
                 "two NIXL agents of one process do not reach each other's device memory",
                 'run the stages in processes of their own: launch = "process"',
-                capabilities,
             )
-        return Availability(True, capabilities=capabilities)
+        missing = library.missing()
+        if missing:
+            return no(missing, "run it on Linux" if "Linux" in missing else "pip install kvbaton-nixl")
+        return Availability(True, capabilities=capabilities_here())
 
     def lanes(self, options: NixlOptions, kind: MemoryKind = "host") -> list[Lane]:
         """By which ways UCX moves bytes between two processes of this host, with these options.
@@ -110,4 +112,4 @@ def capabilities_here() -> Capabilities:
     """With device memory where this process sees a CUDA device."""
     if not cuda.visible():
         return CAPABILITIES
-    return replace(CAPABILITIES, memory_kinds=frozenset({"host", "cuda"}))
+    return WITH_DEVICES
