@@ -148,6 +148,18 @@ def test_devices_are_one_per_stage():
     assert "stages.devices" in str(fault(None, {"model": "m", "stages.devices": "0,gpu"}))
 
 
+@pytest.mark.parametrize("said", ["cpu,cpu", "cpu", ["cpu", "host"], "none", "", []])
+def test_whoever_writes_the_cpu_for_a_device_is_told_how_to_say_host_memory(said):
+    told = str(fault(None, {"model": "m", "stages.devices": said}))
+    assert "stages.devices" in told
+    assert "for host memory leave stages.devices out altogether" in told
+    assert "more)" not in told
+
+
+def test_a_framework_s_name_for_a_device_is_told_as_its_number():
+    assert "write 0,1" in str(fault(None, {"model": "m", "stages.devices": "cuda:0,GPU1"}))
+
+
 def test_a_chunk_that_could_never_be_sent_is_refused():
     error = fault(None, {"model": "m", "transfer.inflight_bytes": "1MiB"})
     assert "chunk_bytes (67108864) is larger than inflight_bytes (1048576)" in str(error)
@@ -236,8 +248,9 @@ def test_an_unknown_flag_key_is_refused():
         ("stages.prefill", "1.5", "must be a whole number"),
         ("stages.prefill", 0, "must be at least 1"),
         ("deadline.chunk", "soon", "must be a number"),
-        ("deadline.chunk", 0, "must be greater than 0"),
-        ("deadline.chunk", "inf", "must be a number"),
+        ("deadline.chunk", 0, "must be greater than 0, and no deadline can be switched off: 86400 is a day"),
+        ("deadline.chunk", "30s", "must be a number, without a unit"),
+        ("deadline.chunk", "inf", "must be a finite number, and no deadline can be switched off"),
         ("deadline.chunk", "nan", "must be"),
         (
             "stages.launch",
@@ -262,7 +275,10 @@ def test_a_bad_value_names_its_variable_and_its_line(toml):
         'KVBATON_STAGES__DECODE: stages.decode = "x": must be a whole number'
     )
     path = toml('model = "m"\n[deadline]\nchunk = -1\n')
-    assert str(fault(path)) == f"{path}:3: deadline.chunk = -1: must be greater than 0.0"
+    assert (
+        str(fault(path))
+        == f"{path}:3: deadline.chunk = -1: must be greater than 0, and no deadline can be switched off: 86400 is a day"
+    )
 
 
 def test_a_variable_that_should_be_a_table_and_is_not(monkeypatch):

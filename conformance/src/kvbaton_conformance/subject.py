@@ -152,8 +152,12 @@ def resolve(
 
     Raises :class:`SubjectRefused`.
     """
-    from kvbaton.plugins import choose_connector
+    from kvbaton.plugins import Remedies, choose_connector
 
+    remedies = Remedies(
+        host="judge it on host memory (--connector-memory host)",
+        cuda="judge it on device memory (--connector-memory cuda)",
+    )
     try:
         chosen = instance(named)
     except Exception as error:
@@ -169,7 +173,7 @@ def resolve(
     declared: dict[Reach, Capabilities | None] = {}
     for reach in ("same_process", "cross_process", "cross_host"):
         try:
-            plugin, valid = choose_connector(chosen, Need(memory, reach), dict(options))
+            plugin, valid = choose_connector(chosen, Need(memory, reach), dict(options), remedies)
         except PluginUnavailable as error:
             refusal = refusal or error
             refused[reach] = str(error)

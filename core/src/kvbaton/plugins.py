@@ -23,7 +23,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from stevedore.driver import DriverManager
 
-from kvbaton import cuda
 from kvbaton.answering import PATIENCE, Apart, Gone, NoAnswer, of_thread
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need, Reach
 from kvbaton.engine import ENGINE_API_VERSION, EnginePlugin
@@ -89,6 +88,21 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedies:
+    """What to do about a transport that does not fit, in words that whoever asked can follow: commands have flags."""
+
+    #: Where it does not move memory of devices, and where it moves no other.
+    host: str = "use host memory (no stages.devices) or choose another transport"
+    cuda: str = "set stages.devices or choose another transport"
+    #: Where it works within one process only, and what asks for more.
+    within: str = 'set stages.launch = "inproc" or choose another transport'
+    process: str = 'stages.launch = "process" puts each stage in a process of its own'
+
+
+OF_SETTINGS: Final = Remedies()
+
+
+@dataclass(frozen=True, slots=True)
 class PluginRow:
     """One line of ``kvbaton plugins``."""
 
@@ -121,12 +135,15 @@ class _Loaded:
 
 
 def choose_connector(
-    transport: TransportSettings | ConnectorPlugin | str, need: Need, options: object = None
+    transport: TransportSettings | ConnectorPlugin | str,
+    need: Need,
+    options: object = None,
+    remedies: Remedies = OF_SETTINGS,
 ) -> tuple[ConnectorPlugin, Any]:
     """The one connector that is asked for, usable here for ``need``, and a valid instance of its ``Options``.
 
     ``options`` is for callers without settings: a mapping, or an instance of ``Options``.  ``"auto"`` takes the best
-    usable one and logs each candidate with its reason.
+    usable one and logs each candidate with its reason.  ``remedies``: for callers whose users have no settings.
 
     Raises :class:`~kvbaton.errors.TransportNotFound`, :class:`~kvbaton.errors.PluginConflict`,
     :class:`~kvbaton.errors.PluginBroken`, :class:`~kvbaton.errors.OptionsError` or
@@ -142,13 +159,13 @@ def choose_connector(
                 " transport that they are for",
                 name=AUTO, option=None,
             )  # fmt: skip
-        loaded = _best(need)
+        loaded = _best(need, remedies)
     else:
         loaded = _resolve(CONNECTORS, named)
     # options first: a misspelt one is found even where the transport cannot be used
     valid = _validated(CONNECTORS, loaded, options)
     if named != AUTO:
-        refusal = _refusal(loaded, need)
+        refusal = _refusal(loaded, need, remedies)
         if refusal is not None:
             raise refusal
     return loaded.plugin, valid
@@ -170,7 +187,9 @@ def choose_engine(engine: EngineSettings | EnginePlugin | str, options: object =
 REACHES: Final[Mapping[str, Reach]] = {"inproc": "same_process", "process": "cross_process", "remote": "cross_host"}
 
 
-def choose_placement(settings: Settings, connector: ConnectorPlugin | None = None) -> Placement:
+def choose_placement(
+    settings: Settings, connector: ConnectorPlugin | None = None, remedies: Remedies = OF_SETTINGS
+) -> Placement:
     """Transport and launch together, because ``stages.launch = "auto"`` depends on what the transport reaches.
 
     ``connector`` is an instance that takes the place of ``transport.name``.  ``auto`` prefers a process per stage, and
@@ -184,9 +203,9 @@ def choose_placement(settings: Settings, connector: ConnectorPlugin | None = Non
         need = Need(kind, REACHES[launch])
         try:
             if connector is None:
-                plugin, _ = choose_connector(settings.transport, need)
+                plugin, _ = choose_connector(settings.transport, need, remedies=remedies)
             else:
-                plugin, _ = choose_connector(connector, need, settings.transport.options)
+                plugin, _ = choose_connector(connector, need, settings.transport.options, remedies)
         except PluginUnavailable as error:
             refusals.append(error)
             continue
@@ -501,26 +520,21 @@ def _asked(*entries: str) -> Iterator[str]:
         yield ""
 
 
-def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
+def _refusal(loaded: _Loaded, need: Need, remedies: Remedies) -> PluginUnavailable | None:
     """Why this transport cannot serve ``need`` here; None where it can."""
     availability = _probe(loaded, need)
     able = availability.capabilities
     reason, remedy = availability.reason, availability.remedy
     capability: str | None = None
-    if able is not None and not able.reaches(need.reach):
-        capability = need.reach
-        reason, remedy = _reach(able, need)
-    elif able is not None and need.memory_kind not in able.memory_kinds:
+    # memory first: how stages are launched is easily changed
+    if able is not None and need.memory_kind not in able.memory_kinds:
         capability = "memory_kinds"
         kinds = " and ".join(sorted(able.memory_kinds)) or "no"
         reason = f"moves {kinds} memory only, and {need.memory_kind} memory is asked for"
-        # where a device is to be seen, another machine would change nothing
-        elsewhere = "" if cuda.visible() else ", run it where a CUDA device is visible,"
-        remedy = (
-            f"use host memory (no stages.devices){elsewhere} or choose another transport"
-            if need.memory_kind == "cuda"
-            else "set stages.devices"
-        )
+        remedy = remedies.host if need.memory_kind == "cuda" else remedies.cuda
+    elif able is not None and not able.reaches(need.reach):
+        capability = need.reach
+        reason, remedy = _reach(able, need, remedies)
     elif availability.usable:
         return None
     said = reason if capability else f"cannot be used here: {reason or 'it gives no reason'}"
@@ -530,12 +544,9 @@ def _refusal(loaded: _Loaded, need: Need) -> PluginUnavailable | None:
     )  # fmt: skip
 
 
-def _reach(able: Capabilities, need: Need) -> tuple[str, str]:
+def _reach(able: Capabilities, need: Need, remedies: Remedies) -> tuple[str, str]:
     if need.reach == "cross_process" and able.same_process:
-        return (
-            'works only within one process, and stages.launch = "process" puts each stage in a process of its own',
-            'set stages.launch = "inproc" or choose another transport',
-        )
+        return f"works only within one process, and {remedies.process}", remedies.within
     if need.reach == "same_process":
         return (
             'works only between processes, and stages.launch = "inproc" puts all stages in one',
@@ -561,7 +572,7 @@ def _rank(loaded: _Loaded, able: Capabilities | None) -> tuple[object, ...]:
     )
 
 
-def _best(need: Need) -> _Loaded:
+def _best(need: Need, remedies: Remedies) -> _Loaded:
     names = sorted({entry.name for entry in entry_points(group=CONNECTORS)})
     if not names:
         raise _not_found(CONNECTORS, AUTO)
@@ -570,7 +581,7 @@ def _best(need: Need) -> _Loaded:
     for name in names:
         try:
             loaded = _resolve(CONNECTORS, name)
-            refusal = _refusal(loaded, need)
+            refusal = _refusal(loaded, need, remedies)
             if refusal is None:
                 usable.append((_rank(loaded, _probe(loaded, need).capabilities), loaded))
             else:

@@ -43,10 +43,25 @@ _LEVEL = "__"
 # -- kinds of values ---------------------------------------------------------------------------------------------------
 
 
+#: What one writes who means host memory, and who means a device by a framework's name for it.
+_NO_DEVICE = re.compile(r"\s*(cpu|host|none|null|off|no)?\s*", re.IGNORECASE)
+_NAMED_DEVICE = re.compile(r"\s*(?:cuda|gpu):?(\d+)\s*", re.IGNORECASE)
+
+
 def _devices(value: object) -> object:
-    if isinstance(value, str):
-        return [part for part in value.split(",") if part.strip()]
-    return value
+    given = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)):
+        return given
+    if all(isinstance(part, str) and _NO_DEVICE.fullmatch(part) for part in given):
+        raise PydanticCustomError(
+            "devices",
+            "are numbers of CUDA devices, such as 0,1: for host memory leave stages.devices out altogether",
+        )
+    numbers = [_NAMED_DEVICE.fullmatch(part) if isinstance(part, str) else None for part in given]
+    if all(numbers):
+        meant = ",".join(found[1] for found in numbers if found)
+        raise PydanticCustomError("devices", "are numbers of CUDA devices: write {meant}", {"meant": meant})
+    return given
 
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -741,12 +756,16 @@ def reason_of(fault: ErrorDetails) -> str:
     match fault["type"]:
         case "int_parsing" | "int_type" | "int_from_float":
             return "must be a whole number"
-        case "float_parsing" | "float_type" | "finite_number":
+        case "float_parsing" if re.fullmatch(r"\s*[\d.]+\s*[a-z]+\s*", str(fault["input"]), re.IGNORECASE):
+            return "must be a number, without a unit"
+        case "float_parsing" | "float_type":
             return "must be a number"
+        case "finite_number":
+            return f"must be a finite number{_without_deadline(fault)}"
         case "greater_than_equal":
-            return f"must be at least {context['ge']}"
+            return f"must be at least {context['ge']:g}"
         case "greater_than":
-            return f"must be greater than {context['gt']}"
+            return f"must be greater than {context['gt']:g}{_without_deadline(fault)}"
         case "literal_error":
             return f"must be one of {context['expected']}.{_closest_literal(fault)}"
         case "string_too_short":
@@ -757,6 +776,11 @@ def reason_of(fault: ErrorDetails) -> str:
             name = next((part for part in reversed(fault["loc"]) if isinstance(part, str)), "name")
             return f"is a table of settings, not a single value; give them one by one: {name}.NAME=VALUE"
     return str(fault["msg"]).removeprefix("Value error, ")
+
+
+def _without_deadline(fault: ErrorDetails) -> str:
+    """For whoever writes 0 or inf where seconds are to be written, and means that it may take any time."""
+    return ", and no deadline can be switched off: 86400 is a day" if fault["loc"][:1] == ("deadline",) else ""
 
 
 def _closest_literal(fault: ErrorDetails) -> str:

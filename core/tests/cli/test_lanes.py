@@ -39,6 +39,16 @@ class Plugin:
         raise AssertionError("nothing is opened")
 
 
+class Within(Plugin):
+    def probe(self, need):
+        return Availability(need.reach == "same_process", "not so far", "", Capabilities(same_process=True))
+
+
+class Devices(Plugin):
+    def probe(self, need):
+        return Availability(True, capabilities=Capabilities(cross_process=True, memory_kinds=frozenset({"cuda"})))
+
+
 @pytest.fixture
 def named(monkeypatch):
     """``named(plugin)``: the name by which the command line finds it."""
@@ -93,14 +103,27 @@ def breaks(options, kind):
 @pytest.mark.parametrize(
     ("plugin", "arguments", "status", "says"),
     [
-        (Plugin(None), (), 2, "mine does not say by which ways it moves bytes; kvbaton doctor mine tries it"),
+        (
+            Plugin(None),
+            (),
+            2,
+            "mine does not say by which ways it moves bytes; kvbaton doctor lanes_of_mine:plugin tries it",
+        ),
         (Plugin(fails), (), 1, "no lane: nothing was written"),
-        (Plugin(breaks), (), 1, "RuntimeError: its library is gone. kvbaton doctor mine"),
-        (Plugin(), ("--memory", "cuda"), 2, "moves host memory only"),
+        (Plugin(breaks), (), 1, "RuntimeError: its library is gone. kvbaton doctor lanes_of_mine:plugin tries it"),
+        (
+            Plugin(),
+            ("--memory", "cuda"),
+            2,
+            "moves host memory only, and cuda memory is asked for: write --memory host",
+        ),
         (Plugin(), ("--memory", "tape"), 2, "write host or cuda"),
+        (Plugin(), ("--memory", "cpu"), 2, "--memory cpu: write host\n"),
+        (Within(), (), 2, "ways are shown between two: kvbaton doctor lanes_of_mine:plugin tries it\n"),
+        (Devices(None), ("--memory", "cuda"), 2, "kvbaton doctor lanes_of_mine:plugin --memory cuda tries it"),
         (Plugin(), ("--transport-option", "wey=1"), 2, "way"),
     ],
-    ids=["has-none", "fails", "breaks", "no-device", "no-such-memory", "misspelt"],
+    ids=["has-none", "fails", "breaks", "no-device", "no-such-memory", "cpu", "within", "devices", "misspelt"],
 )
 def test_what_cannot_be_said_is_one_line(kvbaton, named, plugin, arguments, status, says):
     result = kvbaton("lanes", named(plugin), *arguments)

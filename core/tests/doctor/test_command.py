@@ -222,6 +222,16 @@ def _children(process):
     raise AssertionError("no ends were started")
 
 
+def test_advice_is_what_this_command_takes():
+    said = " ".join(kvbaton("loopback", "--memory", "cuda").stdout.split())
+    assert "moves host memory only, and cuda memory is asked for: write --memory host or choose another" in said
+    # what is configured is another matter
+    said = " ".join(kvbaton("loopback", "--set", "stages.devices=0,1").stdout.split())
+    assert "use host memory (no stages.devices) or choose another transport" in said
+    ran = kvbaton("--memory", "gpu")
+    assert (ran.exit_code, ran.stderr) == (2, "kvbaton: --memory gpu: write cuda\n")
+
+
 # -- what does not answer ----------------------------------------------------------------------------------------------
 
 STUCK = """

@@ -11,7 +11,7 @@ from kvbaton.doctor import examination, trial
 from kvbaton.doctor.examination import examine
 from kvbaton.doctor.gpus import Gpu
 from kvbaton.doctor.machine import read_machine
-from kvbaton.doctor.trial import Measured, Trial, attempt
+from kvbaton.doctor.trial import Failure, Measured, Trial, attempt
 from kvbaton.doctor.verdict import judge
 from kvbaton.errors import OptionsError, PluginNotFound, TransportError
 from kvbaton.pair import pair as pair_module
@@ -146,7 +146,7 @@ def test_what_is_not_configured_does_not_change_the_status(monkeypatch):
     monkeypatch.setattr(examination, "list_plugins", lambda: rows)
     choose = examination.choose_connector
 
-    def chosen(transport, need, options=None):
+    def chosen(transport, need, options=None, remedies=None):
         name = getattr(transport, "name", transport)
         if name == "broken":
             return choose(broken, need, options)
@@ -192,6 +192,25 @@ def fine(name, plugin, options, memory, devices, **how):
 def test_without_advice_only_the_rate_beside_plain_copying_counts(memory, rate, plain, standing):
     verdict = judge("mine", Plugin(), None, measured(rate, plain, memory), MACHINE)
     assert verdict.standing == standing
+
+
+@pytest.mark.parametrize(("memory", "more"), [("host", ""), ("cuda", " --memory cuda")])
+def test_what_looks_closer_looks_at_the_same_memory(memory, more):
+    lane = Lane("write", memory, memory, 0, None, "tcp/lo")
+    slow = measured(0.05e9, 1000e9, memory, [lane])
+    ends = msgspec.structs.replace(slow, closing=("a thread is left",))
+    late = msgspec.structs.replace(slow, left_out=(1 << 25,))
+    hung = msgspec.structs.replace(slow, failure=Failure("hung", "its process hangs"))
+    remedies = [
+        finding.remedy
+        for trial in (ends, late, hung)
+        for finding in judge("mine", Plugin(), None, trial, MACHINE).findings
+    ]
+    for expected in (
+        f"kvbaton lanes mine{more}", f"kvbaton conformance mine{more} -k teardown --partial looks closer",
+        f"kvbaton bench mine{more} takes as long", f"kvbaton conformance mine{more} says in which",
+    ):  # fmt: skip
+        assert any(expected in remedy for remedy in remedies), (expected, remedies)
 
 
 class Advised(Plugin):

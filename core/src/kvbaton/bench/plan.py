@@ -13,7 +13,7 @@ from kvbaton.bench.measured import Measured
 from kvbaton.bench.traffic import Traffic
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError
-from kvbaton.plugins import choose_placement
+from kvbaton.plugins import OF_SETTINGS, Remedies, choose_placement
 from kvbaton.quantities import size
 from kvbaton.settings import Settings
 from kvbaton.spread import significant
@@ -41,6 +41,7 @@ class Plan:
     requests: int
     at_once: int | None
     seconds: float
+    remedies: Remedies = OF_SETTINGS
 
 
 def carry_out(plan: Plan, progress: Callable[[str, float], None]) -> Measured:
@@ -55,7 +56,7 @@ def carry_out(plan: Plan, progress: Callable[[str, float], None]) -> Measured:
         stages = settings.stages.model_copy(update={"launch": "auto"})
         settings = settings.model_copy(update={"stages": stages})
     asked = handoffs.bench_settings(settings, traffic, plan.at_once or 1, plan.memory)
-    placement = choose_placement(asked)
+    placement = choose_placement(asked, remedies=plan.remedies)
     able = placement.plugin.probe(placement.need).capabilities
     if settings.transport.name == "auto":
         named = settings.transport.model_copy(update={"name": placement.plugin.name})

@@ -481,8 +481,9 @@ def doctor_command(
     """
     _begin(debug)
     with explained(debug=debug):
-        if memory not in (None, "host", "cuda"):
-            raise SettingsError(f"--memory {memory}: write host or cuda", key="", origin=None)
+        from kvbaton.cli.memory import memory_kind
+
+        kind = None if memory is None else memory_kind(memory)
         if dry_run and not clean:
             raise SettingsError("--dry-run: it goes with --clean", key="", origin=None)
         from kvbaton.cli.doctor import doctor, tidy
@@ -492,7 +493,6 @@ def doctor_command(
         if clean:
             status = tidy(settings, dry_run=dry_run, as_json=as_json)
         else:
-            kind: Any = memory
             status = doctor(
                 settings, named="argument" if name is not None else "settings", memory=kind, as_json=as_json
             )  # fmt: skip
@@ -549,11 +549,11 @@ def conformance_command(
     _begin(debug)
     with explained(debug=debug):
         from kvbaton.cli.conformance import Order, judge
+        from kvbaton.cli.memory import memory_kind
 
         if level not in ("connector", "handoff", "all"):
             raise SettingsError(f"--level {level}: write connector, handoff or all", key="", origin=None)
-        if memory not in ("host", "cuda"):
-            raise SettingsError(f"--memory {memory}: write host or cuda", key="", origin=None)
+        memory_kind(memory)
         options: dict[str, Any] = {}
         if config is not None or name is None:
             settings, _ = load(config, {}, os.environ, defaults={"model": "(not set)"})

@@ -23,6 +23,7 @@ from kvbaton.bench.plan import Plan, carry_out
 from kvbaton.bench.traffic import Layout, Traffic
 from kvbaton.bench.wire import Carried
 from kvbaton.cli.interrupt import Interrupt
+from kvbaton.cli.memory import REMEDIES, memory_kind
 from kvbaton.connector import MemoryKind
 from kvbaton.errors import SettingsError, closest
 from kvbaton.quantities import size
@@ -33,6 +34,8 @@ from kvbaton.spread import Spread
 DEFAULT_MODEL = "llama-8b"
 #: Of a count that can be meant.
 _DIGITS = 15
+#: The longest that anything may measure, in seconds.
+_DAY = 86_400.0
 #: Columns of a terminal that everything fits.
 _WIDTH = 80
 
@@ -60,7 +63,7 @@ class Flags:
 
 def plan(settings: Settings, flags: Flags) -> Plan:
     """What to measure.  Raises :class:`~kvbaton.errors.ConfigurationError` for what cannot be meant."""
-    memory: MemoryKind = _one_of("--memory", flags.memory, ("host", "cuda"))  # type: ignore[assignment]
+    memory = memory_kind(flags.memory)
     part = _one_of("--part", flags.part, ("all", "transport", "handoff"))
     layout: Layout = _one_of("--layout", flags.layout, ("block", "layer"))  # type: ignore[assignment]
     numbers = {
@@ -77,9 +80,9 @@ def plan(settings: Settings, flags: Flags) -> Plan:
     return Plan(
         settings, traffic, memory,
         transport=part in ("all", "transport"), handoffs=part in ("all", "handoff"), sweep=flags.sweep,
-        requests=_count("--requests", flags.requests),
+        requests=_count("--requests", flags.requests, "; --part transport leaves hand-offs out"),
         at_once=None if flags.at_once is None else _count("--at-once", flags.at_once),
-        seconds=_seconds(flags.seconds),
+        seconds=_seconds(flags.seconds), remedies=REMEDIES,
     )  # fmt: skip
 
 
@@ -110,9 +113,10 @@ def _one_of(flag: str, text: str, words: tuple[str, ...]) -> str:
     return text
 
 
-def _count(flag: str, text: str) -> int:
+def _count(flag: str, text: str, none: str = "") -> int:
+    """``none``: what does without, for whoever writes 0."""
     if not text.isascii() or not text.isdigit() or len(text) > _DIGITS or not int(text):
-        raise SettingsError(f"{flag} {text[:40]}: a whole number, at least 1", key="", origin=None)
+        raise SettingsError(f"{flag} {text[:40]}: write a whole number, at least 1{none}", key="", origin=None)
     return int(text)
 
 
@@ -121,8 +125,12 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= 86_400:
-        raise SettingsError(f"--seconds {text}: a number of seconds, such as 20", key="", origin=None)
+    if not 0 < seconds <= _DAY:
+        raise SettingsError(
+            f"--seconds {text[:40]}: write a number above 0 and up to {_DAY:.0f}, without a unit; 0.1 is about as"
+            " short as it can be",
+            key="", origin=None,
+        )  # fmt: skip
     return seconds
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, say
-from kvbaton.connector import MemoryKind, Need
+from kvbaton.cli.memory import REMEDIES, memory_kind
+from kvbaton.connector import Need
 from kvbaton.control import private_directory
 from kvbaton.errors import ConfigurationError, PluginUnavailable
 from kvbaton.plugins import choose_connector
@@ -125,13 +126,13 @@ def _look(order: Order) -> None:
     """Whether there is such a connector, its options are valid, and it can be used here; raises what is wrong."""
     if ":" in order.connector and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    kind: MemoryKind = "cuda" if order.memory == "cuda" else "host"
+    kind = memory_kind(order.memory)
     try:
-        choose_connector(order.connector, Need(kind, "same_process"), dict(order.options))
+        choose_connector(order.connector, Need(kind, "same_process"), dict(order.options), REMEDIES)
     except PluginUnavailable as within:
         # one that works between processes only; if it cannot be used at all, the answer that says why counts
         try:
-            choose_connector(order.connector, Need(kind, "cross_process"), dict(order.options))
+            choose_connector(order.connector, Need(kind, "cross_process"), dict(order.options), REMEDIES)
         except PluginUnavailable as between:
             raise (between if within.capability == "same_process" else within) from None
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvbaton.cli.faults import FAILED, OK, say
 from kvbaton.cli.interrupt import Interrupt
+from kvbaton.cli.memory import REMEDIES
 from kvbaton.connector import MemoryKind, WithLeftovers
 from kvbaton.control import private_directory
 from kvbaton.doctor import foreign
@@ -24,7 +25,7 @@ from kvbaton.doctor.leftovers import Leftover, Outcome, Places, clean
 from kvbaton.doctor.machine import Machine, Note
 from kvbaton.doctor.trial import Measured
 from kvbaton.doctor.verdict import Finding
-from kvbaton.plugins import each_plugin
+from kvbaton.plugins import OF_SETTINGS, each_plugin
 from kvbaton.quantities import duration, rate, size
 from kvbaton.settings import Settings
 
@@ -37,7 +38,9 @@ def doctor(
 ) -> int:
     """Examine and show; the exit status: 0 fit, 1 degraded, 2 unusable, for the configured transport."""
     with Interrupt(), _progress() as progress:
-        report = examine(settings, named=named, memory=memory, progress=progress)
+        configured = memory is None and settings.stages.devices is not None
+        remedies = OF_SETTINGS if configured else REMEDIES
+        report = examine(settings, named=named, memory=memory, progress=progress, remedies=remedies)
     if as_json:
         print(json.dumps(msgspec.to_builtins(report), indent=2), flush=True)
     else:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from kvbaton.cli.console import answers
-from kvbaton.connector import Lane, MemoryKind, Need, WithLanes
-from kvbaton.errors import CapabilityError, KvbatonError, SettingsError, TransportError
+from kvbaton.cli.memory import REMEDIES, memory_kind, with_memory
+from kvbaton.connector import Lane, Need, WithLanes
+from kvbaton.errors import CapabilityError, KvbatonError, TransportError
 from kvbaton.plugins import choose_connector
 
 
@@ -23,14 +24,13 @@ def show(name: str, options: Mapping[str, Any], memory: str, *, as_json: bool) -
     there is not, :class:`~kvbaton.errors.CapabilityError` for a transport that does not tell, and
     :class:`~kvbaton.errors.TransportError` where no byte went.
     """
-    kinds: dict[str, MemoryKind] = {"host": "host", "cuda": "cuda"}
-    if memory not in kinds:
-        raise SettingsError(f"--memory {memory}: write host or cuda", key="", origin=None)
-    kind = kinds[memory]
-    plugin, valid = choose_connector(name, Need(kind, "cross_process"), options)
+    kind = memory_kind(memory)
+    tries = f"{with_memory(f'kvbaton doctor {name}', kind)} tries it"
+    remedies = replace(REMEDIES, process="ways are shown between two", within=tries)
+    plugin, valid = choose_connector(name, Need(kind, "cross_process"), options, remedies)
     if not isinstance(plugin, WithLanes):
         raise CapabilityError(
-            f"transport {plugin.name} does not say by which ways it moves bytes; kvbaton doctor {plugin.name} tries it",
+            f"transport {plugin.name} does not say by which ways it moves bytes; {tries}",
             capability="lanes",
         )
     try:
@@ -40,7 +40,7 @@ def show(name: str, options: Mapping[str, Any], memory: str, *, as_json: bool) -
     except Exception as error:  # a plugin's, of which an operator is told, not shown
         raise TransportError(
             f"transport {plugin.name} could not say by which ways it moves bytes: {type(error).__name__}: {error}."
-            f" kvbaton doctor {plugin.name} tries it"
+            f" {tries}"
         ) from error
     if as_json:
         print(json.dumps([asdict(lane) for lane in lanes], indent=2))

@@ -13,7 +13,7 @@ from kvbaton.doctor.machine import Machine, Note, notes, read_machine
 from kvbaton.doctor.trial import Trial, attempt
 from kvbaton.doctor.verdict import STATUSES, Standing, Verdict, judge
 from kvbaton.errors import OptionsError, PluginBroken, PluginConflict, PluginError, PluginUnavailable
-from kvbaton.plugins import AUTO, REACHES, PluginRow, choose_connector, list_plugins
+from kvbaton.plugins import AUTO, OF_SETTINGS, REACHES, PluginRow, Remedies, choose_connector, list_plugins
 from kvbaton.settings import Settings
 
 #: Of the JSON document; raised where a key changes its meaning or goes.
@@ -76,6 +76,7 @@ def examine(
     progress: Progress = lambda line: None,
     machine: Machine | None = None,
     attempt: Attempt = attempt,
+    remedies: Remedies = OF_SETTINGS,
 ) -> Report:
     """Look at everything.  ``named``: where a transport's name came from that is not ``auto``.
 
@@ -88,7 +89,7 @@ def examine(
     machine = machine or read_machine()
     progress("asking the transports")
     rows = _rows(settings.transport.name)  # first: whoever does not answer here is asked no more
-    pick = _pick(settings, kind, named)
+    pick = _pick(settings, kind, named, remedies)
     devices = _devices(settings, machine)
     transports = []
     for row in rows:
@@ -97,7 +98,7 @@ def examine(
         reaches: Sequence[Reach] = ("cross_process", "same_process")
         if mine and pick.reach == "same_process":
             reaches = ("same_process",)
-        transports.append(_transport(row, given, reaches, kind, devices, machine, progress, attempt))
+        transports.append(_transport(row, given, reaches, kind, devices, machine, progress, attempt, remedies))
     chosen = _chosen(pick, kind, {transport.name: transport for transport in transports})
     return Report(VERSION, STATUSES[chosen.standing], chosen, machine, tuple(notes(machine)), tuple(transports))
 
@@ -105,7 +106,7 @@ def examine(
 # -- the configured one ------------------------------------------------------------------------------------------------
 
 
-def _pick(settings: Settings, memory: MemoryKind, named: Literal["argument", "settings"]) -> _Pick:
+def _pick(settings: Settings, memory: MemoryKind, named: Literal["argument", "settings"], remedies: Remedies) -> _Pick:
     """As :func:`kvbaton.plugins.choose_placement` chooses, for that memory; a refusal is an answer."""
     launches = ("process", "inproc") if settings.stages.launch == AUTO else (settings.stages.launch,)
     by: Literal["argument", "settings", "auto"] = "auto" if settings.transport.name == AUTO else named
@@ -113,7 +114,7 @@ def _pick(settings: Settings, memory: MemoryKind, named: Literal["argument", "se
     for launch in launches:
         reach = REACHES[launch]
         try:
-            plugin, options = choose_connector(settings.transport, Need(memory, reach))
+            plugin, options = choose_connector(settings.transport, Need(memory, reach), None, remedies)
         except (PluginUnavailable, PluginBroken, PluginConflict) as error:
             refusal = refusal or error  # of what was wanted first
             continue
@@ -154,13 +155,13 @@ def _rows(named: str) -> Sequence[PluginRow]:
 
 def _transport(
     row: PluginRow, options: dict[str, Any], reaches: Sequence[Reach], memory: MemoryKind, devices: tuple[int, int],
-    machine: Machine, progress: Progress, attempt: Attempt,
+    machine: Machine, progress: Progress, attempt: Attempt, remedies: Remedies,
 ) -> Transport:  # fmt: skip
     """Tried as far as it reaches, between processes first."""
     refusal: Transport | None = None
     for reach in reaches:
         try:
-            plugin, valid = choose_connector(row.name, Need(memory, reach), options)
+            plugin, valid = choose_connector(row.name, Need(memory, reach), options, remedies)
         except OptionsError:
             raise
         except PluginError as error:

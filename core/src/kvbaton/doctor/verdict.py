@@ -59,7 +59,7 @@ def judge(name: str, plugin: ConnectorPlugin, options: Any, trial: Trial, machin
         findings.append(
             Finding(
                 "degraded", f"it does not end as it must: {'; '.join(trial.closing)}", "",
-                f"kvbaton conformance {name} -k teardown --partial looks closer",
+                f"kvbaton conformance {_with_memory(name, trial)} -k teardown --partial looks closer",
             )
         )  # fmt: skip
     levels = {finding.level for finding in findings}
@@ -77,17 +77,23 @@ def _summary(trial: Trial) -> str:
     )
 
 
+def _with_memory(name: str, trial: Trial) -> str:
+    """What a command takes that is to look at the same."""
+    return name if trial.memory == "host" else f"{name} --memory {trial.memory}"
+
+
 def _of_failure(name: str, trial: Trial) -> list[Finding]:
     failure = trial.failure
     if failure is None:
         return []
+    judged = _with_memory(name, trial)
     remedy = {
         "refused": "",
         "failed": "",
         "late": "look whether the two processes reach each other: containers, firewalls, UCX_TLS",
-        "hung": f"kvbaton conformance {name} says in which situations it does",
-        "died": f"kvbaton conformance {name} says in which situations it does",
-        "wrong": f"do not use it: kvbaton conformance {name} says which clause it breaks",
+        "hung": f"kvbaton conformance {judged} says in which situations it does",
+        "died": f"kvbaton conformance {judged} says in which situations it does",
+        "wrong": f"do not use it: kvbaton conformance {judged} says which clause it breaks",
     }[failure.cause]
     return [Finding("unusable", failure.text, "", remedy)]
 
@@ -103,7 +109,7 @@ def _of_rate(name: str, trial: Trial, advice: list[Advice]) -> list[Finding]:
             Finding(
                 "degraded", f"{trial.memory} memory moves at {rate(trial.rate)}: {trial.plain / trial.rate:.0f} times"
                 f" slower than plain copying", f"a good part of {rate(trial.plain)}",
-                f"look by which ways it goes: kvbaton lanes {name}" if trial.lanes else "",
+                f"look by which ways it goes: kvbaton lanes {_with_memory(name, trial)}" if trial.lanes else "",
             )
         )  # fmt: skip
     return found
@@ -117,7 +123,8 @@ def _of_time(name: str, trial: Trial) -> Finding:
     largest = size(max(trial.left_out))
     return Finding(
         "degraded", f"{text}, and none of {largest} was made", f"all of them within {ENOUGH:g} s",
-        f"run it again where less else runs; kvbaton bench {name} takes as long as it is told",
+        f"run it again where less else runs; kvbaton bench {_with_memory(name, trial)} takes as long as it"
+        " is told",
     )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ class IpcPlugin:
         if need.reach == "same_process":
             return no(
                 "a CUDA IPC handle cannot be opened in the process that made it",
-                'run the stages in processes of their own: launch = "process"',
+                'run the stages in processes of their own: stages.launch = "process"',
             )
         if need.reach == "cross_host":
             return no("CUDA IPC reaches one host", 'set transport.name to "nixl"')

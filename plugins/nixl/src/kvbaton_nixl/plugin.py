@@ -65,7 +65,7 @@ class NixlPlugin:
         if need.memory_kind == "cuda" and need.reach == "same_process":
             return no(
                 "two NIXL agents of one process do not reach each other's device memory",
-                'run the stages in processes of their own: launch = "process"',
+                'run the stages in processes of their own: stages.launch = "process"',
             )
         missing = library.missing()
         if missing:
