@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def duration(seconds: float) -> str:
     """``0 ms``, ``41.2 us``, ``12.5 ms``, ``1.25 s``, ``48.7 s``; whole seconds without a point."""
@@ -12,6 +14,17 @@ def duration(seconds: float) -> str:
     if seconds >= 0.1 or not seconds:
         return f"{seconds * 1e3:.0f} ms"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def moments(step: float, count: int) -> list[str]:
+    """So many marks of an axis from 0 on, ``step`` seconds apart: in one unit, with the digits that the step has.
+
+    ``0 s``, ``0.5 s``, ``1.0 s``; ``0 ms``, ``20 ms``, ``40 ms``.
+    """
+    last = step * (count - 1) or 1.0
+    unit, factor = ("s", 1.0) if last >= 0.9995 else ("ms", 1e3) if last >= 0.9995e-3 else ("us", 1e6)
+    digits = max(-math.floor(math.log10(step * factor) + 1e-9), 0) if step > 0.0 else 0
+    return [f"0 {unit}", *(f"{step * factor * number:.{digits}f} {unit}" for number in range(1, count))]
 
 
 def milliseconds(seconds: float) -> str:

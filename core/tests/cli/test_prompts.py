@@ -58,7 +58,7 @@ def test_a_terminal_is_not_waited_for(kvbaton, monkeypatch):
         ('{"prompt": 7}', '"prompt" must be text'),
         ('{"prompt": "  "}', '"prompt" is empty'),
         ('{"prompt": "x", "max_token": 3}', 'unknown field "max_token". Did you mean "max_tokens"?'),
-        ('{"prompt": "x", "max_tokens": 0}', "max_tokens = 0: must be int >= 1"),
+        ('{"prompt": "x", "max_tokens": 0}', "max_tokens = 0: must be a whole number, at least 1"),
         ('{"prompt": "x", "max_tokens": "3"}', 'max_tokens = "3": must be int, got str'),
         ('{"prompt": "x", "stop": [1]}', "stop = [1]: must be str, got int"),
         ('{"prompt": "x", "temperature": Infinity}', "temperature = inf: must be a finite number"),

@@ -184,6 +184,13 @@ def test_the_axis_has_some_round_moments(length: float) -> None:
         assert re.fullmatch(r"[125]e.*", f"{found[1]:.0e}")
 
 
+def test_marks_of_an_axis_share_their_digits() -> None:
+    for length, said in ((1.6, "0.2 s"), (4.1, "1.5 s"), (4.1, "4.0 s"), (0.0023, "0.5 ms"), (61.0, "60 s")):
+        texts = re.findall(r">([^<>]+)</text>", pictures.axis(length))
+        assert said in texts
+        assert len({len(text.split()[0].partition(".")[2]) for text in texts[1:]}) == 1
+
+
 def test_the_page_lies_beside_its_trace_or_where_it_is_told(tmp_path: Path) -> None:
     trace = tmp_path / "out.json"
     trace.write_bytes(msgspec.json.encode({"traceEvents": [], "kvbaton": run(request(0))}))

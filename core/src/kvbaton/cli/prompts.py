@@ -86,6 +86,15 @@ def _numbered(number: int) -> Iterator[str]:
         copy += 1
 
 
+#: What msgspec says of a number that is out of range, and what a person says.
+_BOUNDS = (
+    ("int >= ", "a whole number, at least "),
+    ("float >= 0.0", "a number, at least 0"),
+    ("float > 0.0", "a number above 0"),
+    ("float <= 1.0", "a number, at most 1"),
+)
+
+
 def checked_sampling(values: Mapping[str, Any], where: str) -> SamplingParams:
     """Raises :class:`~kvbaton.errors.SettingsError` for a value out of range, or of the wrong kind."""
     for name, value in values.items():
@@ -95,6 +104,8 @@ def checked_sampling(values: Mapping[str, Any], where: str) -> SamplingParams:
             msgspec.convert({name: value}, SamplingParams)
         except msgspec.ValidationError as error:
             reason = str(error).split(" - at ")[0].replace("Expected", "must be").replace("`", "")
+            for said, meant in _BOUNDS:
+                reason = reason.replace(said, meant)
             shown = json.dumps(value)
             raise SettingsError(f"{where or flag(name) + ': '}{name} = {shown}: {reason}", key=name) from error
     return msgspec.convert(dict(values), SamplingParams)

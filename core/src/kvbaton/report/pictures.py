@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from kvbaton.observe.timeline import PHASES, RequestLine
-from kvbaton.quantities import duration, size
+from kvbaton.quantities import duration, moments, size
 
 #: Rows up to which each is labelled, and has its chunks drawn below its phases.
 ROOMY: Final = 48
@@ -133,12 +133,13 @@ def axis(length: float) -> str:
 
 
 def _grid(length: float, height: int, below: bool = False) -> Iterator[str]:
-    for tick in ticks(length):
+    marks = ticks(length)
+    for tick, text in zip(marks, moments(marks[1] if len(marks) > 1 else 0.0, len(marks)), strict=True):
         at = tick / max(length, 1e-9) * 100
         anchor = "start" if at < 1 else "end" if at > 96 else "middle"
         yield f'<line class="grid" x1="{at:.3f}%" x2="{at:.3f}%" y1="{0 if below else _AXIS - 6}" y2="{height}"/>'
         y = 18 if below else 11
-        yield f'<text class="tick" x="{at:.3f}%" y="{y}" text-anchor="{anchor}">{escape(duration(tick))}</text>'
+        yield f'<text class="tick" x="{at:.3f}%" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def ticks(length: float) -> list[float]:
