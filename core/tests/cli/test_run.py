@@ -226,7 +226,7 @@ def test_a_bug_keeps_its_traceback(kvbaton):
         ([*PROMPT[1:], "x", "--set", "transfer.chunk_bites=1"], 'Did you mean "chunk_bytes"?'),
         ([*PROMPT[1:], "x", "--set", "deadline.chunk"], '--set "deadline.chunk": write KEY=VALUE'),
         ([*PROMPT[1:], "x", "--transport-option", "=1"], '--transport-option "=1": write KEY=VALUE'),
-        ([*PROMPT[1:], "x", "--max-tokens", "0"], "--max-tokens: max_tokens = 0: must be `int` >= 1"),
+        ([*PROMPT[1:], "x", "--max-tokens", "0"], "--max-tokens: max_tokens = 0: must be a whole number, at least 1"),
         ([*PROMPT[1:], "x", "--max-tokens", "1.5"], '--max-tokens: max_tokens = "1.5": must be a whole number'),
         ([*PROMPT[1:], "x", "--top-p", "most"], '--top-p: top_p = "most": must be a number'),
         ([*PROMPT[1:], "x", "--temperature", "-1"], "--temperature: temperature = -1.0: must be"),
