@@ -168,23 +168,25 @@ class Idle:
 
     alive = True
 
-    def __init__(self, kind="host"):
-        self.kind = kind
+    def __init__(self, device=None):
+        self.device = device
 
 
 def test_a_process_is_taken_for_what_it_was_made_ready_for(monkeypatch):
     monkeypatch.setattr("kvbaton_conformance.two_process.PeerProcess", Idle)
     kept = Processes()
-    kept.prepare(2, "host")
-    kept.prepare(2, "cuda")
-    assert [process.kind for process in kept._idle] == ["host"] * 2 + ["cuda"] * 4
-    assert [kept.take("cuda").kind for _ in range(5)] == ["cuda"] * 5
-    assert [process.kind for process in kept._idle] == ["host"] * 2
-    assert [kept.take().kind for _ in range(3)] == ["host"] * 3
+    kept.prepare([None, None])
+    kept.prepare([1, 1])
+    kept.prepare([0, 1])
+    assert [process.device for process in kept._idle] == [None] * 2 + [1] * 4 + [0] * 2  # spare ones on a device
+    assert [kept.take(1).device for _ in range(5)] == [1] * 5
+    assert [kept.take(0).device for _ in range(2)] == [0] * 2
+    assert [process.device for process in kept._idle] == [None] * 2
+    assert [kept.take().device for _ in range(3)] == [None] * 3
     assert not kept._idle
 
 
 def test_a_real_process_says_what_it_is_ready_for():
     process = PeerProcess()
-    assert process.kind == "host"
+    assert process.device is None
     assert not process.leave()

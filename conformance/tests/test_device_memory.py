@@ -25,7 +25,7 @@ def pretended(monkeypatch):
 
 @pytest.fixture
 def memory(pretended):
-    memory = ByteInspector("decode-0", 1, "cuda")
+    memory = ByteInspector("decode-0", 1, 0)
     memory.allocate(0, 1000)
     memory.allocate(1, 100)
     return memory
@@ -52,7 +52,7 @@ def test_the_inspector_sees_every_byte_of_a_device(memory):
 def test_memory_that_a_transport_allocated_is_looked_into(pretended):
     bytes_ = np.zeros(64, np.uint8)
     region = MemoryRegion(3, "cuda", 0, bytes_.ctypes.data, 64, bytes_)
-    memory = ByteInspector("decode-0", 1, "cuda")
+    memory = ByteInspector("decode-0", 1, 0)
     memory.adopt(region)
     assert (bytes_ >= 128).all()
     assert memory.image().regions[3] == bytes_.tobytes()

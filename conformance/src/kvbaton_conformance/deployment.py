@@ -163,7 +163,7 @@ class Deployment:
     ``models`` gives a role a model of its own, which no correct deployment has.  ``narrow``: capabilities that the
     connector's instances take back.  ``stepped``: use the plugin's stepped mode where it has one.  ``between`` runs
     after every turn.  ``recovery``: the coordinator's; who is to be started again is.  ``connected`` False: do not wait
-    until the stages are.
+    until the stages are.  ``cuda``: the CUDA device of the stage that is named so; None: its memory is the host's.
     """
 
     def __init__(
@@ -191,6 +191,7 @@ class Deployment:
         narrow: Mapping[str, Any] | None = None,
         stepped: bool = False,
         connected: bool = True,
+        cuda: Callable[[str], int | None] = lambda name: None,
     ) -> None:
         self.model = model or ScriptedModel(planes=2)
         self.manual_clock = ManualClock()
@@ -227,6 +228,7 @@ class Deployment:
         self._chunk = chunk
         self._prefix_caching = prefix_caching
         self._narrow = narrow or {}
+        self._cuda = cuda
         self._channels = InprocCoordinatorChannels(through_codec=True)
         self._held_mail: set[tuple[str, str]] = set()
         self._outbox: list[tuple[PeerId, messages.Message]] = []
@@ -253,10 +255,10 @@ class Deployment:
         device = self._devices.get(role) or ScriptedDevice(automatic=False)
         engine = ScriptedEngine(
             role, self._models.get(role, self.model), self._layouts.get(role), chunk=self._chunk, device=device,
-            prefix_caching=self._prefix_caching,
+            prefix_caching=self._prefix_caching, cuda=self._cuda(name),
         )  # fmt: skip
         plugin = _Gated(self._plugin, self._narrow)
-        guard = open_guard(plugin, self._options, engine, self.settings, channel, None, self.clock)
+        guard = open_guard(plugin, self._options, engine, self.settings, channel, self._cuda(name), self.clock)
         stage, loop = join(engine, guard, self.settings, channel, self.clock)
         assert plugin.gate is not None
         seat = StageSeat(peer, engine, plugin.gate.connector, plugin.gate, guard, stage, loop, device)

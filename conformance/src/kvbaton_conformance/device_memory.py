@@ -7,6 +7,7 @@ this process has queued, and a write has reached the device when it returns.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,14 +21,20 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 DEVICE = "cuda"
 
 
-def absent() -> str:
-    """Why there is no device memory to be had here; empty where there is."""
+def absent(devices: Iterable[int]) -> str:
+    """Why there is no memory of these devices to be had here; empty where there is."""
     try:
         import torch
     except ImportError as error:
         return f"device memory is looked at through torch, which is not here ({error}); pip install torch"
     if DEVICE == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device"
+    count = torch.cuda.device_count() if DEVICE == "cuda" else None
+    if count is not None and (beyond := [str(device) for device in devices if device >= count]):
+        return (
+            f"there is no CUDA device {' and no '.join(dict.fromkeys(beyond))}: torch sees {count}, numbered from 0;"
+            " name others, or let CUDA_VISIBLE_DEVICES show more"
+        )
     return ""
 
 

@@ -7,7 +7,7 @@ a process of its own, whose exit status, stderr and stdout are looked at.
 From the command line, many times over::
 
     python -m kvbaton_conformance.exits --transport nixl --count 50                  # of each, closed and not
-    python -m kvbaton_conformance.exits --transport nixl --count 50 --memory cuda
+    python -m kvbaton_conformance.exits --transport nixl --count 50 --memory cuda --devices 0,1
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from kvbaton.cli.assignments import assignments
+from kvbaton.cli.devices import devices
 from kvbaton.connector import Chunk, MemoryKind
 from kvbaton.errors import KvbatonError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton_conformance.harness import End, Pair, close_ends, open_end, segments
+from kvbaton_conformance.placement import DEFAULT, PAIR
 from kvbaton_conformance.subject import Reference, Subject, SubjectRefused, resolve
 from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
 
@@ -61,6 +63,8 @@ class Way:
     options: Mapping[str, Any] = field(default_factory=dict)
     nbytes: int = 32 << 20
     stalls: bool = False
+    #: With ``cuda``: the devices of the two ends, in turn.
+    devices: Sequence[int] = DEFAULT
 
     @property
     def possible(self) -> bool:
@@ -100,7 +104,7 @@ def end_of(way: Way, path: Sequence[str] = ()) -> str:
 
 def _live(way: Way) -> tuple[End, End]:
     """Two ends and a chunk across; what it returns has to be kept until the interpreter ends."""
-    subject = resolve(way.transport, way.options, Reference(way.transport), way.transport, way.memory)
+    subject = resolve(way.transport, way.options, Reference(way.transport), way.transport, way.memory, way.devices)
     apart = way.case in _APART or "in-process" not in subject.modes
     nbytes = way.nbytes if way.case in _UNDER_WAY else _SMALL
     pair = _pair(subject, apart, nbytes)
@@ -125,13 +129,13 @@ def _live(way: Way) -> tuple[End, End]:
 
 
 def _pair(subject: Subject, apart: bool, nbytes: int) -> Pair:
-    regions, peers = {0: nbytes}, (PeerId.start("prefill-0"), PeerId.start("decode-0"))
-    near = open_end(subject.plugin, subject.options, peers[0], regions=regions, memory_kind=subject.memory)
+    regions, (here, there) = {0: nbytes}, map(PeerId.start, PAIR)
+    near = open_end(subject.plugin, subject.options, here, regions=regions, device=subject.device(here.name))
     far: End
     if apart:
-        far = open_remote_end(Processes(), subject, peers[1], {"regions": regions}, subject.given_options)
+        far = open_remote_end(Processes(), subject, there, {"regions": regions}, subject.given_options)
     else:
-        far = open_end(subject.plugin, subject.options, peers[1], regions=regions, memory_kind=subject.memory)
+        far = open_end(subject.plugin, subject.options, there, regions=regions, device=subject.device(there.name))
     pair = Pair(near, far)
     pair.connect()
     return pair
@@ -197,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> object:
     parser.add_argument("--transport", metavar="NAME", help="the connector: an entry point, or module:object")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of the transport")
     parser.add_argument("--memory", choices=("host", "cuda"), default="host")
+    parser.add_argument("--devices", metavar="I,J", help="CUDA devices of the two ends, with --memory cuda (0)")
     parser.add_argument("--count", type=int, default=50, help="exits closed, and as many not closed (50)")
     parser.add_argument("--case", choices=CASES, action="append", help="these ways only")
     parser.add_argument("--nbytes", type=int, default=Way.nbytes, help="of each write that is under way (32 MiB)")
@@ -214,14 +219,19 @@ def main(arguments: Sequence[str] | None = None) -> object:
         parser.error(f"--count and --jobs are at least 1, --nbytes at least {_CHUNK}")
     try:
         options = dict(assignments("--option", given.option))
-        subject = resolve(given.transport, options, Reference(given.transport), given.transport, given.memory)
+        chosen = DEFAULT if given.devices is None else devices("--devices", given.devices)
+        if given.devices is not None and given.memory != "cuda":
+            raise SubjectRefused(f"--devices {given.devices}: it goes with --memory cuda")
+        reference = Reference(given.transport)
+        subject = resolve(given.transport, options, reference, given.transport, given.memory, chosen)
     except (KvbatonError, SubjectRefused) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         sys.exit(2)
     ways: list[Way] = []
     for closes in CLOSES:
         every = [
-            Way(given.transport, case, closes, given.memory, options, given.nbytes) for case in given.case or CASES
+            Way(given.transport, case, closes, given.memory, options, given.nbytes, devices=chosen)
+            for case in given.case or CASES
         ]
         able = [way for way in every if way.possible and reachable(subject, way.case)]
         ways += itertools.islice(itertools.cycle(able), given.count)

@@ -24,7 +24,6 @@ from kvbaton.connector import (
     Completion,
     ConnectorContext,
     ConnectorPlugin,
-    MemoryKind,
     Need,
     Outcome,
     PeerEvent,
@@ -39,6 +38,7 @@ from kvbaton.segments import Segments
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause
 from kvbaton_conformance.events import EventLog, looks_like
 from kvbaton_conformance.inspector import ByteInspector, Image
+from kvbaton_conformance.placement import PAIR
 from kvbaton_conformance.scripted_connector import ManualClock
 from kvbaton_conformance.witness import Testimony, Witness
 
@@ -510,26 +510,27 @@ def open_end(
     manual_clock: bool = False,
     register: bool = True,
     seed: int = 0,
-    memory_kind: MemoryKind = "host",
+    device: int | None = None,
 ) -> LocalEnd:
-    """Open one connector, guarded, with poisoned memory registered (``regions``: id to bytes), of ``memory_kind``.
+    """Open one connector, guarded, with poisoned memory registered (``regions``: id to bytes).
 
+    ``device``: the CUDA device on which memory and connector are; None: memory of the host.
     Where ``register`` is false the test registers ``memory.regions`` itself.
 
     ``manual_clock``: the guard's time passes by :meth:`End.advance` only.
     """
     if manual_clock:
         clock = ManualClock()
-    connector = plugin.open(options, ConnectorContext(peer, 0 if memory_kind == "cuda" else None))
+    connector = plugin.open(options, ConnectorContext(peer, device))
     witness = Witness(connector, str(peer))
     guard = GuardedConnector(
         cast(TransferConnector, witness), transport=plugin.name, version=wire_version(plugin), peer=peer,
         geometry=geometry, limits=limits, connect_deadline=connect_deadline, chunk_deadline=chunk_deadline, clock=clock,
     )  # fmt: skip
-    memory = ByteInspector(str(peer), seed, memory_kind)
+    memory = ByteInspector(str(peer), seed, device)
     for id, nbytes in regions.items():
         if guard.capabilities.memory_origin == "allocated":
-            memory.adopt(guard.allocate(id, memory_kind, 0, nbytes))
+            memory.adopt(guard.allocate(id, *memory.place, nbytes))
         else:
             memory.allocate(id, nbytes)
     if register:
@@ -542,7 +543,7 @@ def open_pair(
     connector: ConnectorPlugin | str,
     options: Mapping[str, Any] | Any = None,
     *,
-    names: tuple[str, str] = ("prefill-0", "decode-0"),
+    names: tuple[str, str] = PAIR,
     connect: bool = True,
     **end_options: Any,
 ) -> Iterator[Pair]:

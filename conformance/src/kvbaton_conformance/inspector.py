@@ -25,6 +25,7 @@ from kvbaton.connector import MemoryKind, MemoryRegion
 from kvbaton.segments import Segments
 from kvbaton_conformance import device_memory
 from kvbaton_conformance.device_memory import window
+from kvbaton_conformance.placement import kind_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,16 +63,22 @@ class ByteInspector:
     """The memory of one end, under a test's own eyes.
 
     ``name`` appears in messages; ``seed`` makes patterns repeatable and different from other inspectors'.
-    ``kind``: where it allocates.  On a device every look is a plain copy to the host, made when it is asked for and not
-    before: nothing orders it behind the transport but what the transport has proved.
+    ``device``: the CUDA device on which it allocates; None: on the host.  On a device every look is a plain copy to the
+    host, made when it is asked for and not before: nothing orders it behind the transport but what the transport has
+    proved.
     Threading: reads while a transport writes may see anything; look when it is quiet.
     """
 
-    def __init__(self, name: str, seed: int = 0, kind: MemoryKind = "host") -> None:
+    def __init__(self, name: str, seed: int = 0, device: int | None = None) -> None:
         self.name = name
-        self.kind = kind
+        self.device = device
         self._seed = seed
         self._regions: dict[int, MemoryRegion] = {}
+
+    @property
+    def place(self) -> tuple[MemoryKind, int]:
+        """Kind of memory and number of the device, as a region has them and ``allocate`` takes them."""
+        return kind_of(self.device), self.device or 0  # a region on the host has 0, too
 
     @property
     def regions(self) -> Sequence[MemoryRegion]:
@@ -79,7 +86,7 @@ class ByteInspector:
 
     def allocate(self, id: int, nbytes: int) -> MemoryRegion:
         """A new poisoned region of ``nbytes`` bytes."""
-        return self.adopt(device_memory.allocate(id, self.kind, 0, nbytes))
+        return self.adopt(device_memory.allocate(id, *self.place, nbytes))
 
     def adopt(self, region: MemoryRegion) -> MemoryRegion:
         """Take over a region that somebody else allocated, for instance the transport, and poison it."""

@@ -105,6 +105,11 @@ def left_behind(before: Holdings) -> list[str]:
     return found
 
 
+def of_the_driver(found: str) -> bool:
+    """Whether one of these is a descriptor of a GPU's driver."""
+    return found.startswith("descriptor ") and "(/dev/nvidia" in found
+
+
 def _names(folder: Path) -> list[str]:
     try:
         return [path.name for path in folder.iterdir()]

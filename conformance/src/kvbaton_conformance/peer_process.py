@@ -17,19 +17,20 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvbaton.connector import Capabilities, Completion, MemoryKind, Need, PeerEvent
+from kvbaton.connector import Capabilities, Completion, Need, PeerEvent
 from kvbaton.errors import KvbatonError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
 from kvbaton_conformance import device_memory, shared_memory
 from kvbaton_conformance.harness import Heard, LocalEnd, Pair, close_ends, open_end
-from kvbaton_conformance.leaks import Holdings, holdings, left_behind, own
+from kvbaton_conformance.leaks import Holdings, holdings, left_behind, of_the_driver, own
+from kvbaton_conformance.placement import PAIR, device_of, kind_of
 from kvbaton_conformance.subject import Reference
 from kvbaton_conformance.warm_up import warm_up
 from kvbaton_conformance.witness import Testimony
@@ -42,10 +43,12 @@ class Peer:
         self._end: LocalEnd | None = None
         self._held: Holdings | None = None
         self._kept: list[LocalEnd] = []
+        #: A first peer on another device may have CUDA open what stays for good.
+        self._far = False
 
-    def warm_up(self, kind: MemoryKind) -> None:
-        """Load what memory of this kind needs."""
-        device_memory.allocate(0, kind, 0, 1)
+    def warm_up(self, device: int) -> None:
+        """Load what memory of this device needs."""
+        device_memory.allocate(0, kind_of(device), device, 1)
 
     # -- one end's life ------------------------------------------------------------------------------------------------
 
@@ -56,11 +59,17 @@ class Peer:
         self._end = open_end(plugin, valid, peer, **how)
         return self._end.guard.capabilities
 
-    def meet(self, reference: Reference, options: Mapping[str, Any], need: Need, meet: bool) -> None:
-        """Let the connector do everything once; what is there then is there for good."""
+    def meet(
+        self, reference: Reference, options: Mapping[str, Any], need: Need, meet: bool, device: int | None, far: bool
+    ) -> None:
+        """Let the connector do everything once, on ``device``; what is there then is there for good.
+
+        ``far``: its peers' memory may be on other devices.
+        """
         plugin, valid = choose_connector(reference.load(), need, dict(options))
-        warm_up(plugin, valid, need.memory_kind, meet=meet)
+        warm_up(plugin, valid, () if device is None else (device,), meet=meet)
         gc.collect()
+        self._far = far
         self._held = holdings()
 
     def close(self) -> None:
@@ -74,15 +83,21 @@ class Peer:
         gc.collect()
         before, self._held = self._held, None
         found = left_behind(before) if before is not None else []
+        if self._far and any(map(of_the_driver, found)):
+            # the first peer on another device came after the warm-up: what CUDA opens for it once is there only now
+            self._far = False
+            found = [thing for thing in found if not of_the_driver(thing)]
         self._held = holdings()
         return found
 
-    def open_pair(
-        self, reference: Reference, options: Mapping[str, Any], closes: str, kind: MemoryKind = "host"
-    ) -> None:
+    def open_pair(self, reference: Reference, options: Mapping[str, Any], closes: str, devices: Sequence[int]) -> None:
         """Two ends here, one chunk across, and then close both or neither: what is left is for the process's exit."""
-        plugin, valid = choose_connector(reference.load(), Need(kind, "same_process"), dict(options))
-        ends = [open_end(plugin, valid, PeerId.start(name), memory_kind=kind) for name in ("prefill-0", "decode-0")]
+        places = [device_of(name, devices) for name in PAIR]
+        plugin, valid = choose_connector(reference.load(), Need(kind_of(places[0]), "same_process"), dict(options))
+        ends = [
+            open_end(plugin, valid, PeerId.start(name), device=device)
+            for name, device in zip(PAIR, places, strict=True)
+        ]
         pair = Pair(ends[0], ends[1])
         pair.connect()
         sent = pair.send(pair.rows((0, 0, 64)), pair.rows((1, 0, 64)))

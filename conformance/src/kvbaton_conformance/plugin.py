@@ -99,6 +99,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--connector-memory", choices=("host", "cuda"), default="host", help="where the memory is that it moves (host)"
     )
     group.addoption(
+        "--connector-devices", metavar="I,J",
+        help="with --connector-memory cuda: the devices that the ends lie on in turn, prefill's first (0)",
+    )  # fmt: skip
+    group.addoption(
         "--require-env", action="store_true", help="an environment or hardware that is absent is an error, not a skip"
     )
     group.addoption(
@@ -131,12 +135,27 @@ def pytest_configure(config: pytest.Config) -> None:
             known = read_known_failures(Path(path))
         except KnownFailuresError as error:
             raise pytest.UsageError(str(error)) from error
+    command_line_devices(config)
     level = config.getoption("--conformance-level")
     config.stash[KIT] = Kit(
         LEVELS if level == "all" else (level,), config.getoption("--conformance-partial"), known, time.monotonic()
     )
     if folder := config.getoption("--conformance-report"):
         Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+def command_line_devices(config: pytest.Config) -> tuple[int, ...]:
+    """Those of ``--connector-devices``; none where it was not given.  Raises :class:`pytest.UsageError`."""
+    text = config.getoption("--connector-devices")
+    if text is None:
+        return ()
+    from kvbaton.cli.devices import devices
+    from kvbaton.errors import SettingsError
+
+    try:
+        return devices("--connector-devices", text)
+    except SettingsError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -449,6 +468,8 @@ def _command(config: pytest.Config) -> str:
         words += ["--connector-option", pair]
     if (memory := config.getoption("--connector-memory")) != "host":
         words += ["--connector-memory", memory]
+    if (devices := config.getoption("--connector-devices")) is not None:
+        words += ["--connector-devices", devices]
     return shlex.join(words)
 
 

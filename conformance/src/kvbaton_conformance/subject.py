@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -23,6 +23,7 @@ from kvbaton.connector import (
 from kvbaton.errors import KvbatonError, PluginUnavailable
 from kvbaton.identity import PeerId
 from kvbaton_conformance import device_memory
+from kvbaton_conformance.placement import DEFAULT, PAIR, device_of, shown
 
 #: How a test class may say which connector it means: a name, ``module:object``, a plugin object, or a callable that
 #: returns one.
@@ -97,8 +98,10 @@ class Subject:
     reaches: frozenset[Reach]
     reference: Reference
     origin: str
-    #: Where the memory of its ends is.
+    #: Where the memory of its ends is ...
     memory: MemoryKind = "host"
+    #: ... and the CUDA devices that they lie on in turn; none where it is the host's.
+    devices: tuple[int, ...] = ()
     #: What it declares to reach and yet refuses for this kind of memory, and why.
     refused: Mapping[Reach, str] = field(default_factory=dict)
 
@@ -112,6 +115,10 @@ class Subject:
             modes.append("two-processes")
         return tuple(modes)
 
+    def device(self, name: str) -> int | None:
+        """The CUDA device of the end, or stage, ``name``; None: it lies on the host."""
+        return device_of(name, self.devices)
+
     def need(self, mode: Mode) -> Need:
         return Need(self.memory, "same_process" if mode == "in-process" else "cross_process")
 
@@ -119,10 +126,11 @@ class Subject:
         """What a reader of the run must know to judge it."""
         named = f"{self.title}: {self.origin}"
         options = ", ".join(f"{key}={value}" for key, value in sorted(self.given_options.items()))
+        where = f", device{'s' if len(self.devices) > 1 else ''} {shown(self.devices)}" if self.devices else ""
         return [
             f"connector {named}" + (f", options {options}" if options else ""),
             "capabilities of the running connector: " + ", ".join(described(self.capabilities)),
-            f"modes: {', '.join(self.modes)}; memory: {self.memory}",
+            f"modes: {', '.join(self.modes)}; memory: {self.memory}{where}",
             *(f"absent with {self.memory} memory: {reach}: {reason}" for reach, reason in self.refused.items()),
         ]
 
@@ -146,9 +154,12 @@ def instance(named: Any) -> Any:
 
 
 def resolve(
-    named: Any, options: Mapping[str, Any], reference: Reference, title: str, memory: MemoryKind = "host"
-) -> Subject:
+    named: Any, options: Mapping[str, Any], reference: Reference, title: str, memory: MemoryKind = "host",
+    devices: Sequence[int] = DEFAULT,
+) -> Subject:  # fmt: skip
     """The subject behind a name, an object or a factory, with its ends' memory of one kind.
+
+    ``devices``: where that is ``cuda``, those that the ends lie on in turn.
 
     Raises :class:`SubjectRefused`.
     """
@@ -188,12 +199,13 @@ def resolve(
             f"connector {title} cannot be judged here, because its probe says no: {refusal}", unavailable=True,
             hardware=_HARDWARE.get(memory, ""),
         ) from refusal  # fmt: skip
-    if memory == "cuda" and (reason := device_memory.absent()):
+    places = (tuple(devices) or DEFAULT) if memory == "cuda" else ()
+    if places and (reason := device_memory.absent(places)):
         raise SubjectRefused(
             f"connector {title} cannot be judged on device memory: {reason}", unavailable=True,
             hardware=_HARDWARE[memory],
         )  # fmt: skip
-    capabilities = _capabilities(plugin, valid, title, 0 if memory == "cuda" else None)
+    capabilities = _capabilities(plugin, valid, title, device_of(PAIR[0], places))
     # a probe that gives no capabilities says only that it is usable: the running connector knows how far it reaches
     reaches = {reach for reach in reaches if declared[reach] is not None or capabilities.reaches(reach)}
     reaches = {reach for reach in reaches if capabilities.reaches(reach)} or reaches
@@ -205,7 +217,7 @@ def resolve(
     refused = {reach: reason for reach, reason in refused.items() if capabilities.reaches(reach)}
     return Subject(
         title, plugin, valid, dict(options), capabilities, frozenset(reaches), reference, _origin(chosen, plugin),
-        memory, refused,
+        memory, places, refused,
     )  # fmt: skip
 
 

@@ -18,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvbaton.connector import Capabilities, Chunk, Endpoint, MemoryKind, MemoryRegion
+from kvbaton.connector import Capabilities, Chunk, Endpoint, MemoryRegion
 from kvbaton.guard import PeerState
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
@@ -32,6 +33,7 @@ from kvbaton_conformance.clauses import ClauseBroken
 from kvbaton_conformance.harness import PATIENCE, End, Heard, Pair, closing
 from kvbaton_conformance.inspector import Image
 from kvbaton_conformance.leaks import disown, own
+from kvbaton_conformance.placement import PAIR
 from kvbaton_conformance.subject import Subject
 from kvbaton_conformance.witness import Testimony
 
@@ -42,8 +44,6 @@ START_BOUND = 30.0
 ANSWER_BOUND = 20.0
 #: ... and to open an end with device memory, which loads torch and CUDA the first time.
 DEVICE_BOUND = 60.0
-#: Processes that are kept ready beyond those that a test uses, where getting ready takes seconds.
-_SPARE = 2
 
 #: Which clause a call breaks that does not return.
 _NEVER = {"submit": "T6", "close": "T10", "register": "T1", "connect": "T2"}
@@ -52,8 +52,8 @@ _NEVER = {"submit": "T6", "close": "T10", "register": "T1", "connect": "T2"}
 class PeerProcess:
     """A process that answers requests; see :mod:`kvbaton_conformance.peer_process`."""
 
-    def __init__(self, kind: MemoryKind = "host") -> None:
-        """``kind``: for ends with such memory; what that needs is loaded there meanwhile."""
+    def __init__(self, device: int | None = None) -> None:
+        """``device``: for ends with memory of this CUDA device; what that needs is loaded there meanwhile."""
         ours, theirs = socket.socketpair()
         # unlinked, so that it goes with the last descriptor; a file never fills up, as a pipe that nobody reads would
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
@@ -66,12 +66,12 @@ class PeerProcess:
         self._pipe = Connection(ours.detach())
         self._pipe.send([entry or str(Path.cwd()) for entry in sys.path])
         #: What it was made ready for, and the connectors that have done everything there once.
-        self.kind = kind
+        self.device = device
         self.warm: set[str] = set()
         self._ready = False
-        self._warming = kind != "host"
+        self._warming = device is not None
         if self._warming:
-            self._pipe.send(("warm_up", (kind,)))
+            self._pipe.send(("warm_up", (device,)))
         self.stopped = False
         for descriptor in (self._pipe.fileno(), self._stderr.fileno()):
             own(descriptor=descriptor)
@@ -212,20 +212,22 @@ class Processes:
     def __init__(self) -> None:
         self._idle: list[PeerProcess] = []
 
-    def prepare(self, count: int, kind: MemoryKind = "host") -> None:
-        """Start processes ahead, so that they start together; spare ones for ends on a device, which take seconds."""
-        ready = sum(process.kind == kind for process in self._idle)
-        for _ in range(count + (0 if kind == "host" else _SPARE) - ready):
-            self._idle.append(PeerProcess(kind))
+    def prepare(self, devices: Sequence[int | None]) -> None:
+        """Start processes ahead, for an end on each of ``devices`` (None: on the host), so that they start together; as
+        many again for ends on a device, which take seconds."""
+        for device, count in Counter(devices).items():
+            ready = sum(process.device == device for process in self._idle)
+            wanted = count if device is None else 2 * count
+            self._idle += [PeerProcess(device) for _ in range(wanted - ready)]
 
-    def take(self, kind: MemoryKind = "host") -> PeerProcess:
-        """One that was made ready for this kind of memory."""
-        for process in [process for process in self._idle if process.kind == kind]:
+    def take(self, device: int | None = None) -> PeerProcess:
+        """One that was made ready for an end on this device; None: on the host."""
+        for process in [process for process in self._idle if process.device == device]:
             self._idle.remove(process)
             if process.alive:
                 return process
             process.kill()
-        return PeerProcess(kind)
+        return PeerProcess(device)
 
     def give_back(self, process: PeerProcess) -> list[str]:
         """Keep it for the next test, after what the last one left in it was looked for; that, in words."""
@@ -411,15 +413,17 @@ def open_remote_end(
     processes: Processes, subject: Subject, peer: PeerId, how: Mapping[str, Any], options: Mapping[str, Any]
 ) -> RemoteEnd:
     """Open one end in a process of its own; ``how`` goes to :func:`kvbaton_conformance.harness.open_end` there."""
-    process = processes.take(subject.memory)
-    how = {"memory_kind": subject.memory, **how}
-    bound = ANSWER_BOUND if subject.memory == "host" else DEVICE_BOUND
+    device = subject.device(peer.name)
+    process = processes.take(device)
+    how = {"device": device, **how}
+    bound = ANSWER_BOUND if device is None else DEVICE_BOUND
     try:
         need = subject.need("two-processes")
         if subject.title not in process.warm:
             process.warm.add(subject.title)
             meet = "same_process" in subject.reaches
-            process.call("meet", subject.reference, options, need, meet, bound=bound)
+            far = len(set(subject.devices)) > 1
+            process.call("meet", subject.reference, options, need, meet, device, far, bound=bound)
         capabilities = process.call("open", subject.reference, options, need, peer, how, bound=bound)
     except BaseException:
         process.kill()
@@ -428,11 +432,9 @@ def open_remote_end(
 
 
 @contextmanager
-def remote_pair(
-    processes: Processes, subject: Subject, names: tuple[str, str] = ("prefill-0", "decode-0"), **how: Any
-) -> Iterator[Pair]:
+def remote_pair(processes: Processes, subject: Subject, names: tuple[str, str] = PAIR, **how: Any) -> Iterator[Pair]:
     """Two connected ends in two processes, for use outside of the suite."""
-    processes.prepare(2, subject.memory)
+    processes.prepare([subject.device(name) for name in names])
     ends = [
         open_remote_end(processes, subject, PeerId.start(name), {**how, "seed": seed}, subject.given_options)
         for seed, name in enumerate(names)

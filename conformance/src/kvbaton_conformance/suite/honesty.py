@@ -14,6 +14,7 @@ from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments
 from kvbaton_conformance.clauses import require
 from kvbaton_conformance.harness import LocalEnd, Pair
+from kvbaton_conformance.placement import kind_of
 from kvbaton_conformance.subject import Subject
 from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
 from kvbaton_conformance.two_process import open_remote_end
@@ -285,8 +286,9 @@ def _reaches_its_own_process(end: LocalEnd, reference: object, options: dict[str
     from kvbaton_conformance.subject import Reference
 
     assert isinstance(reference, Reference)
-    plugin, valid = choose_connector(reference.load(), Need(end.memory.kind, "cross_process"), options)
-    other = open_end(plugin, valid, PeerId.start("decode-here"), connect_deadline=1.0, memory_kind=end.memory.kind)
+    device = end.memory.device
+    plugin, valid = choose_connector(reference.load(), Need(kind_of(device), "cross_process"), options)
+    other = open_end(plugin, valid, PeerId.start("decode-here"), connect_deadline=1.0, device=device)
     pair = Pair(end, other)
     try:
         for one, two in ((end, other), (other, end)):
@@ -307,7 +309,7 @@ def _revokes(end: LocalEnd, transfer: str) -> object:
 def _allocates(end: LocalEnd) -> tuple[bool, str]:
     """What the plugin itself does, not the guard."""
     try:
-        region = end.connector.allocate(5, end.memory.kind, 0, 4096)
+        region = end.connector.allocate(5, *end.memory.place, 4096)
     except CapabilityError as error:
         return False, str(error)
     return True, str(region)

@@ -146,7 +146,7 @@ def _registers_again(end: LocalEnd) -> str:
 def _allocates_zeroed(end: LocalEnd) -> list[str]:
     problems, addresses = [], set()
     for id, nbytes in enumerate((1, 4096, 65536 + 8)):
-        region = end.guard.allocate(id, end.memory.kind, 0, nbytes)
+        region = end.guard.allocate(id, *end.memory.place, nbytes)
         addresses.add(region.address)
         if (region.id, region.length) != (id, nbytes):
             problems.append(

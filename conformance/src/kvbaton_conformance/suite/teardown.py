@@ -11,6 +11,7 @@ from kvbaton_conformance import shared_memory
 from kvbaton_conformance.clauses import ClauseBroken, leading_clause, require
 from kvbaton_conformance.harness import LocalEnd, Pair, close_ends
 from kvbaton_conformance.leaks import holdings, left_behind
+from kvbaton_conformance.placement import PAIR, kind_of
 from kvbaton_conformance.subject import Mode, Subject
 from kvbaton_conformance.suite.topic import ConnectorTopic, Ends
 from kvbaton_conformance.two_process import PeerProcess, RemoteEnd, open_remote_end
@@ -114,7 +115,7 @@ class Teardown(ConnectorTopic):
         if mode == "in-process":
             process = PeerProcess()
             try:
-                process.call("open_pair", subject.reference, dict(subject.given_options), closes, subject.memory)
+                process.call("open_pair", subject.reference, dict(subject.given_options), closes, subject.devices)
             except BaseException:
                 process.kill()
                 raise
@@ -129,7 +130,7 @@ class Teardown(ConnectorTopic):
 def _exits_of_two(ends: Ends, subject: Subject, closes: str) -> list[str]:
     opened: list[RemoteEnd] = []
     try:
-        for name in ("prefill-0", "decode-0"):
+        for name in PAIR:
             options = dict(subject.given_options)
             opened.append(open_remote_end(ends.processes, subject, PeerId.start(name), {}, options))
         pair = Pair(opened[0], opened[1])
@@ -175,16 +176,15 @@ def _open_and_close_many(end: LocalEnd, reference: object, options: dict[str, ob
     from kvbaton_conformance.subject import Reference
 
     assert isinstance(reference, Reference)
-    kind = end.memory.kind
-    need = Need(kind, "same_process" if mode == "in-process" else "cross_process")
+    device = end.memory.device
+    need = Need(kind_of(device), "same_process" if mode == "in-process" else "cross_process")
     plugin, valid = choose_connector(reference.load(), need, options)
 
     def once(number: int) -> None:
-        device = 0 if kind == "cuda" else None
         connector = plugin.open(valid, ConnectorContext(PeerId.start(f"stage-{number}"), device))
-        memory = ByteInspector("memory", kind=kind)
+        memory = ByteInspector("memory", device=device)
         if connector.capabilities.memory_origin == "allocated":
-            regions: list[MemoryRegion] = [connector.allocate(0, kind, 0, 8192)]
+            regions: list[MemoryRegion] = [connector.allocate(0, *memory.place, 8192)]
         else:
             regions = [memory.allocate(0, 8192)]
         connector.register(regions)

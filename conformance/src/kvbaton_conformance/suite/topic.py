@@ -50,6 +50,7 @@ from kvbaton_conformance.harness import (
     steady,
 )
 from kvbaton_conformance.leaks import holdings, left_behind
+from kvbaton_conformance.placement import PAIR, shown
 from kvbaton_conformance.subject import Mode, Reference, Subject, SubjectRefused, resolve
 from kvbaton_conformance.two_process import Processes, RemoteEnd, open_remote_end
 from kvbaton_conformance.warm_up import warm_up
@@ -133,7 +134,7 @@ class Conformance:
 class ConnectorSubject(Conformance):
     """Judges a connector, which a subclass names; without one, the command line must."""
 
-    settable = frozenset({"connector", "connector_options", "connector_memory", "needs_hardware"})
+    settable = frozenset({"connector", "connector_options", "connector_memory", "connector_devices", "needs_hardware"})
 
     #: An entry point's name, ``module:object``, a plugin object, or a callable that returns one (as a staticmethod).
     connector: ClassVar[Any] = None
@@ -142,13 +143,16 @@ class ConnectorSubject(Conformance):
     #: Where the memory is that it moves: ``host`` or ``cuda``; unset, the command line says so, or else host.  Without
     #: a CUDA device, ``cuda`` is a skip, and an error under ``--require-env``.
     connector_memory: ClassVar[MemoryKind | None] = None
+    #: With ``cuda``: numbers of the devices that the ends lie on in turn, prefill's first; unset, the command line says
+    #: so, or else device 0 for all.  One that is not there is treated as no device at all.
+    connector_devices: ClassVar[Sequence[int] | None] = None
     #: Where set, a connector whose ``probe`` says no is skipped with this reason (and is an error under
     #: ``--require-env``); where not, it is an error always.
     needs_hardware: ClassVar[str] = ""
 
     @classmethod
     def warm_up(cls, subject: Subject) -> None:
-        warm_up(subject.plugin, subject.options, subject.memory, meet="in-process" in subject.modes)
+        warm_up(subject.plugin, subject.options, subject.devices, meet="in-process" in subject.modes)
 
     @classmethod
     def subject_for(cls, config: pytest.Config) -> Subject:
@@ -157,6 +161,7 @@ class ConnectorSubject(Conformance):
         static = inspect.getattr_static(cls, "connector")
         options = dict(cls.connector_options)
         memory: MemoryKind = cls.connector_memory or config.getoption("--connector-memory")
+        devices = cls._devices(config, memory)
         if static is None:
             named = config.getoption("--connector")
             if not named:
@@ -164,13 +169,40 @@ class ConnectorSubject(Conformance):
                     f"{cls.__name__} says nothing about which connector it judges: set"
                     f' connector = "NAME" in the class, or pass --connector NAME'
                 )
-            return resolve(named, {**options, **command_line_options(config)}, Reference(named), named, memory)
+            options |= command_line_options(config)
+            return resolve(named, options, Reference(named), named, memory, devices)
         if isinstance(static, str):
-            return resolve(static, options, Reference(static), static, memory)
+            return resolve(static, options, Reference(static), static, memory, devices)
         owner = next(base for base in cls.__mro__ if "connector" in vars(base))
         reference = Reference(None, inspect.getfile(owner), owner.__module__, owner.__qualname__)
         title = getattr(static, "name", None) or f"of {cls.__name__}"
-        return resolve(static, options, reference, str(title), memory)
+        return resolve(static, options, reference, str(title), memory, devices)
+
+    @classmethod
+    def _devices(cls, config: pytest.Config, memory: MemoryKind) -> Sequence[int]:
+        """Where the ends are to lie.  Raises :class:`~kvbaton_conformance.subject.SubjectRefused`."""
+        from kvbaton_conformance.plugin import command_line_devices
+
+        own = cls.connector_devices
+        if own is None:
+            asked = command_line_devices(config)
+            # a class that wants the host's memory does not mean the command line's devices
+            if asked and memory != "cuda" and cls.connector_memory is None:
+                raise SubjectRefused(
+                    f"--connector-devices {shown(asked)}: it goes with --connector-memory cuda, which says that the"
+                    " memory is on devices"
+                )
+            return asked
+        if memory != "cuda":
+            raise SubjectRefused(
+                f"{cls.__name__} sets connector_devices, and its memory is the host's: set"
+                ' connector_memory = "cuda", or pass --connector-memory cuda'
+            )
+        if not own or not all(type(device) is int and device >= 0 for device in own):
+            raise SubjectRefused(
+                f"{cls.__name__} sets connector_devices = {own!r}: write numbers of CUDA devices, such as (0, 1)"
+            )
+        return own
 
 
 def command_line_options(config: pytest.Config) -> dict[str, str]:
@@ -199,9 +231,10 @@ class Ends:
         grain = subject.capabilities.alignment
         regions = how.pop("regions", REGIONS)
         sizes = {id: nbytes * grain for id, nbytes in regions.items()}
-        how = {"seed": len(self._ends), "regions": sizes, "memory_kind": subject.memory, **how}
+        how = {"seed": len(self._ends), "regions": sizes, **how}
         end: End
         if self.mode == "in-process":
+            how = {"device": subject.device(peer.name), **how}
             end = open_end(subject.plugin, subject.options, peer, **how)
         else:
             end = open_remote_end(self.processes, subject, peer, how, subject.given_options)
@@ -211,8 +244,8 @@ class Ends:
     def pair(self, *, connect: bool = True, pace: Pace = steady, **how: Any) -> Pair:
         """A source whose memory is filled and a target, connected unless told otherwise."""
         if self.mode == "two-processes":
-            self.processes.prepare(2, self.subject.memory)
-        pair = Pair(self.end("prefill-0", **how), self.end("decode-0", **how), pace=pace)
+            self.processes.prepare([self.subject.device(name) for name in PAIR])
+        pair = Pair(self.end(PAIR[0], **how), self.end(PAIR[1], **how), pace=pace)
         pair.source.memory.fill()
         if connect:
             pair.connect()

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvbaton.cli.assignments import assignments
 from kvbaton.cli.console import answers
+from kvbaton.cli.devices import devices
 from kvbaton.cli.faults import BAD_INPUT, OK, explained, say
 from kvbaton.errors import PluginError, SettingsError
 from kvbaton.observe.logs import TextFormatter, begin
@@ -518,6 +519,14 @@ def conformance_command(
     memory: Annotated[
         str, typer.Option("--memory", metavar="KIND", help="Where the memory is that it moves: host or cuda.")
     ] = "host",
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="I,J",
+            help="CUDA devices that the ends lie on in turn, prefill's first; with --memory cuda.",
+        ),
+    ] = None,
     level: Annotated[
         str, typer.Option("--level", metavar="LEVEL", help="connector (two ends), handoff (whole hand-offs), or all.")
     ] = "all",
@@ -553,7 +562,10 @@ def conformance_command(
 
         if level not in ("connector", "handoff", "all"):
             raise SettingsError(f"--level {level}: write connector, handoff or all", key="", origin=None)
-        memory_kind(memory)
+        kind = memory_kind(memory)
+        chosen = () if on is None else devices("--devices", on)
+        if chosen and kind != "cuda":
+            raise SettingsError(f"--devices {on}: it goes with --memory cuda", key="", origin=None)
         options: dict[str, Any] = {}
         if config is not None or name is None:
             settings, _ = load(config, {}, os.environ, defaults={"model": "(not set)"})
@@ -568,7 +580,9 @@ def conformance_command(
         options.update(assignments("--transport-option", transport_option or ()))
         if partial and select is None:
             raise SettingsError("--partial: it goes with -k, which chooses the part", key="", origin=None)
-        order = Order(name, options, level, select, report, known_failures, seed, require_env, verbose, memory, partial)
+        order = Order(
+            name, options, level, select, report, known_failures, seed, require_env, verbose, memory, partial, chosen
+        )
         status = judge(order)
     raise typer.Exit(status)
 

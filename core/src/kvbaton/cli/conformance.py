@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvbaton.cli.devices import present
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, say
 from kvbaton.cli.memory import REMEDIES, memory_kind
 from kvbaton.connector import Need
@@ -44,6 +45,8 @@ class Order:
     memory: str = "host"
     #: A part of the suite that passes is what was asked for, although it is no verdict.
     partial: bool = False
+    #: CUDA devices that the ends lie on in turn; none: as the kit does by itself.
+    devices: tuple[int, ...] = ()
 
 
 def command(order: Order, report: Path) -> list[str]:
@@ -60,6 +63,8 @@ def command(order: Order, report: Path) -> list[str]:
         words += ["--connector-option", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     if order.memory != "host":
         words += ["--connector-memory", order.memory]
+    if order.devices:
+        words += ["--connector-devices", ",".join(map(str, order.devices))]
     if order.select is not None:
         words += ["-k", order.select, "--conformance-partial"]
     if order.known_failures is not None:
@@ -123,7 +128,9 @@ def judge(order: Order) -> int:
 
 
 def _look(order: Order) -> None:
-    """Whether there is such a connector, its options are valid, and it can be used here; raises what is wrong."""
+    """Whether there is such a connector, its options are valid, and it can be used on what is here; raises what is not
+    so.
+    """
     if ":" in order.connector and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     kind = memory_kind(order.memory)
@@ -135,6 +142,7 @@ def _look(order: Order) -> None:
             choose_connector(order.connector, Need(kind, "cross_process"), dict(order.options), REMEDIES)
         except PluginUnavailable as between:
             raise (between if within.capability == "same_process" else within) from None
+    present("--devices", order.devices)
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

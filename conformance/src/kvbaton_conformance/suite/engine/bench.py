@@ -345,7 +345,7 @@ class BenchTopic(EngineTopic):
             raise SubjectRefused(
                 f"{cls.__name__} says nothing about which engine it judges: set engine and model in the class"
             )
-        if cls.device is not None and (reason := device_memory.absent()):
+        if cls.device is not None and (reason := device_memory.absent((cls.device,))):
             raise SubjectRefused(
                 f"engine {cls.engine} cannot be judged on a device: {reason}", unavailable=True,
                 hardware="a CUDA device",

@@ -43,8 +43,9 @@ class DeploymentTopic(HandoffTopic):
 
         def open_one(**how: Any) -> Deployment:
             deployment = Deployment(
-                subject.plugin, subject.options, need=subject.need(mode), **laid_out(subject.capabilities, how)
-            )
+                subject.plugin, subject.options, need=subject.need(mode), cuda=subject.device,
+                **laid_out(subject.capabilities, how),
+            )  # fmt: skip
             opened.append(deployment)
             return deployment
 
