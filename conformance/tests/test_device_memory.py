@@ -69,6 +69,42 @@ def test_a_window_is_shared_where_an_array_would_be(pretended):
     assert np.asarray(view).sum() == 10 + 40
 
 
+def test_what_was_read_of_a_device_is_a_copy(pretended):
+    """On a device that is none as on any other: what is kept must not change with the memory."""
+    view = window(device_memory.allocate(0, "cuda", 0, 8))
+    kept = [view.copy(), np.asarray(view), view[2:4].copy(), view[np.array([1, 2])]]
+    view[:] = 9
+    assert not any(array.any() for array in kept)
+
+
+def test_each_device_is_the_one_that_is_asked_for(monkeypatch):
+    """Where memory is made, and which device is waited for; whichever is the current one."""
+    made, waited = [], []
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, dtype: made.append(device) or zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    memory = ByteInspector("decode-0", 1, 5)
+    monkeypatch.setattr(memory, "adopt", lambda region: region)
+    region = memory.allocate(0, 16)
+    assert (made, region.kind, region.device) == (["cuda:5"], "cuda", 5)
+
+    class Far:
+        is_cuda, device = True, "cuda:5"
+
+    device_memory._settle(Far())
+    assert waited == ["cuda:5"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "lacks"), [((0,), ""), ((0, 1), "no CUDA device 1: torch sees 1"), ((4, 4), "no CUDA")]
+)
+def test_a_device_that_torch_does_not_see_is_named(monkeypatch, devices, lacks):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert lacks in device_memory.absent(devices)
+    assert bool(device_memory.absent(devices)) == bool(lacks)
+
+
 def test_a_scripted_engine_keeps_its_cache_there(pretended):
     engine = ScriptedEngine(Role.DECODE, cuda=0)
     regions = engine.regions(None)

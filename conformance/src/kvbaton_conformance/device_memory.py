@@ -68,7 +68,7 @@ class Window:
         return len(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        array: npt.NDArray[Any] = self._tensor.cpu().numpy()
+        array: npt.NDArray[Any] = self._tensor.to("cpu", copy=True).numpy()
         return array if dtype is None else array.astype(dtype)
 
     def __getitem__(self, where: Any) -> Any:

@@ -28,6 +28,12 @@ def device_of(name: str, devices: Sequence[int]) -> int | None:
     return devices[turn % len(devices)]
 
 
+def stage_devices(prefill: int, decode: int, devices: Sequence[int]) -> list[int | None] | None:
+    """``stages.devices`` of so many stages; None: their memory is the host's."""
+    names = [f"prefill-{index}" for index in range(prefill)] + [f"decode-{index}" for index in range(decode)]
+    return [device_of(name, devices) for name in names] if devices else None
+
+
 def kind_of(device: int | None) -> MemoryKind:
     """The kind of memory of an end that lies there."""
     return "host" if device is None else "cuda"

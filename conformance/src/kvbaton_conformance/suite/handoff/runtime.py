@@ -17,6 +17,7 @@ from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
 from kvbaton.errors import KvbatonError, RuntimeClosed
 from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.gate_plugin import transport_settings
+from kvbaton_conformance.placement import stage_devices
 from kvbaton_conformance.scripted import ScriptedModel
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
 from kvbaton_conformance.subject import Mode, Subject
@@ -131,7 +132,6 @@ class Runtime(HandoffTopic):
 
         def open_one(prefill: int = 1, decode: int = 1, report: float = 0.5, repeat: float = 0.2) -> Fleet:
             reach = subject.need(mode).reach
-            names = [f"prefill-{index}" for index in range(prefill)] + [f"decode-{index}" for index in range(decode)]
             grain = subject.capabilities.alignment
             engine = ScriptedOptions(
                 planes=2, token_bytes=tuple(math.ceil(width / grain) * grain for width in (16, 16, 12, 12)),
@@ -142,7 +142,7 @@ class Runtime(HandoffTopic):
                     "model": "scripted:1", "engine.name": "kvbaton_conformance.scripted_plugin:plugin",
                     "engine.options": engine.model_dump(mode="json"), "stages.prefill": prefill,
                     "stages.decode": decode, "stages.launch": "inproc" if mode == "in-process" else "process",
-                    "stages.devices": [subject.device(name) for name in names] if subject.devices else None,
+                    "stages.devices": stage_devices(prefill, decode, subject.devices),
                     "transfer.chunk_bytes": max(400, 4 * grain), "recovery.mode": "off", **DEADLINES,
                     **transport_settings(subject, reach, seed=seed, report=report, repeat=repeat),
                 }
