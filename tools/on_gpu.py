@@ -2,6 +2,7 @@
 
     python tools/on_gpu.py --into out                      # all, some minutes; first what is timed, by itself
     python tools/on_gpu.py --into out --only doctor,bench  # only these
+    python tools/on_gpu.py --into out-01 --devices 0,1     # where there are two: kits, exits, runs, P7 and P8 over both
     python tools/on_gpu.py --list
 
 Each step is a command with a limit of its own; what it printed lies in ``out/NAME.txt``, below the command as a user
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -56,8 +58,8 @@ class Step:
         return shlex.join(self.words if self.words[0] == "kvbaton" else ["python", *self.words])
 
 
-def steps(into: Path) -> list[Step]:
-    """In the order in which they are worth most."""
+def steps(into: Path, devices: str = "0,0") -> list[Step]:
+    """In the order in which they are worth most.  ``devices``: of prefill and decode, where a step asks for them."""
 
     def at(name: str) -> str:
         return str(into / name)
@@ -76,11 +78,12 @@ def steps(into: Path) -> list[Step]:
         "--launch",
         "process",
         "--set",
-        "stages.devices=0,0",
+        f"stages.devices={devices}",
         *engine,
     ]
     run += ["--prompts", str(into / "prompts.jsonl"), "--transport", "cuda_ipc"]
-    exits = ("--memory", "cuda", "--count", "50", "--jobs", "8")
+    two = ("--devices", devices) if devices != "0,0" else ()  # as typed by somebody who has one
+    exits = ("--memory", "cuda", *two, "--count", "50", "--jobs", "8")
     tests = ("-m", "pytest", "-q", "-c", os.devnull, "--import-mode=importlib", "-p", "no:cacheprovider", "--rootdir")
     folder = str(ROOT / "plugins" / "cuda_ipc" / "tests")
     found = [
@@ -94,8 +97,8 @@ def steps(into: Path) -> list[Step]:
     sweep = ("--part", "transport", "--sweep", "--seconds", "8", "--plot", at("bench-sweep.svg"))
     found += [
         Step("bench-sweep", ("kvbaton", "bench", "cuda_ipc", "--memory", "cuda", *sweep), 100, alone=True),
-        Step("p7", ("benchmarks", "--only", "P7", "--json", at("P7.json")), 240, alone=True, statuses=(0, 1)),
-        Step("p8", ("benchmarks", "--only", "P8", "--json", at("P8.json")), 240, alone=True, statuses=(0, 1)),
+        Step("p7", ("benchmarks", "--only", "P7", *two, "--json", at("P7.json")), 240, alone=True, statuses=(0, 1)),
+        Step("p8", ("benchmarks", "--only", "P8", *two, "--json", at("P8.json")), 240, alone=True, statuses=(0, 1)),
         Step("plugins", ("kvbaton", "plugins"), 60),
         Step("lanes-nixl", ("kvbaton", "lanes", "nixl", "--memory", "cuda"), 90),
         Step("trace", (*run, "--trace", at("trace.json")), 240),
@@ -107,7 +110,7 @@ def steps(into: Path) -> list[Step]:
         ("ucx-connector", "ucx", "--level", "connector"),
         ("ucx-handoff", "ucx", "--level", "handoff"),
     ):
-        kit = ["kvbaton", "conformance", transport, "--memory", "cuda", "--require-env", *level]
+        kit = ["kvbaton", "conformance", transport, "--memory", "cuda", *two, "--require-env", *level]
         found.append(Step(f"kit-{name}", (*kit, "--report", at(f"kit-{name}")), 400))
     agreement = ("plugins/transformers/tests/agreement.py", "--transport", "cuda_ipc", "--device", "cuda")
     found.append(Step("agreement", (*agreement, "--requests", "4"), 400))
@@ -174,12 +177,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--into", type=Path, default=Path("on-gpu"), help="folder of the outputs")
     parser.add_argument("--only", default="", help="names of steps, with commas")
+    parser.add_argument(
+        "--devices", metavar="I,J", default="0,0", help="of prefill and decode, where a step has two ends"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="for everything")
     parser.add_argument("--jobs", type=int, default=4, help="steps side by side, of those that measure nothing")
     parser.add_argument("--list", action="store_true", help="say what the steps are")
     given = parser.parse_args(arguments)
+    if not re.fullmatch(r"\d+,\d+", given.devices):
+        print(f"--devices {given.devices}: two numbers are wanted, as in 0,1", file=sys.stderr)
+        return 2
     into = given.into.resolve()
-    known = steps(into)
+    known = steps(into, given.devices)
     wanted = [name for name in given.only.split(",") if name] or [step.name for step in known]
     strange = [name for name in wanted if name not in {step.name for step in known}]
     if strange:

@@ -1,27 +1,17 @@
-"""A transport of device memory that is the host's, between processes too; it writes down on which device each end is.
-
-Into the file ``PRETENDED_LOG``, a line each: what was done, the process, the end, its devices.
-"""
+"""A transport of device memory that is the host's, between processes too; it notes on which device each end is."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from sitecustomize import note
 
 from kvbaton.connector import Availability, ConnectorContext, MemoryRegion, Need
 from kvbaton_conformance.mutants.reference import CAPABILITIES, Options, ReferenceConnector, ReferencePlugin
 
 torch.set_num_threads(1)  # threads of a device are started with its first use, not with the first large copy
-
-
-def note(what: str, name: str, devices: Sequence[int | None]) -> None:
-    with Path(os.environ["PRETENDED_LOG"]).open("a") as log:
-        log.write(json.dumps([what, os.getpid(), name, devices]) + "\n")
 
 
 class Pretended(ReferenceConnector):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from kvbaton import cuda
 from kvbaton.cli.conformance import Order, command
 
 PART = ("-k", "test_a_chunk_ends_once", "--partial", "--level", "connector")
@@ -52,6 +53,13 @@ def test_options_come_from_the_file_where_it_names_the_same_transport(kvbaton, t
         (("loopback", "--memory", "disk"), "write host or cuda"),
         (("loopback", "--memory", "cuda"), "moves host memory only, and cuda memory is asked for: write --memory host"),
         (("loopback", "--memory", "cpu"), "--memory cpu: write host\n"),
+        (("loopback", "--devices", "0,1"), "--devices 0,1: it goes with --memory cuda"),
+        (
+            ("loopback", "--memory", "cuda", "--devices", "0,-1"),
+            "write numbers of CUDA devices with commas between, such",
+        ),
+        (("loopback", "--memory", "cuda", "--devices", "one"), '--devices "one": write numbers of CUDA devices'),
+        (("loopback", "--memory", "cuda", "--devices", ""), '--devices "": write numbers of CUDA devices'),
         (("loopback", "--partial"), "it goes with -k"),
         ((), "which connector?"),
     ],
@@ -60,6 +68,16 @@ def test_what_cannot_be_judged_is_one_line(kvbaton, arguments, said):
     result = kvbaton("conformance", *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_device_that_is_not_there_is_one_line(kvbaton, monkeypatch):
+    monkeypatch.setattr("kvbaton.cli.conformance.choose_connector", lambda *chosen: None)
+    monkeypatch.setattr(cuda, "library", lambda: object())
+    monkeypatch.setattr(cuda.Driver, "count", lambda driver: 1)
+    result = kvbaton("conformance", "loopback", "--memory", "cuda", "--devices", "0,1")
+    assert result.exit_code == 2
+    assert "--devices 0,1: there is no CUDA device 1, because this process sees 1, numbered from 0" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -82,4 +100,7 @@ def test_nothing_of_the_place_it_is_called_from_gets_into_the_run(tmp_path):
     assert words[words.index("--conformance-seed") + 1] == "7"
     assert "--require-env" in words
     assert "--connector-memory" not in words
+    assert "--connector-devices" not in words
     assert "cuda" in command(Order("mine", memory="cuda"), tmp_path)
+    words = command(Order("mine", memory="cuda", devices=(0, 1)), tmp_path)
+    assert words[words.index("--connector-devices") + 1] == "0,1"
