@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.connector import MemoryKind
+from kvbaton.connector import Availability, ConnectorContext, MemoryKind, Need
 from kvbaton_conformance import exits
 from kvbaton_conformance.exits import Way, end_of
+from kvbaton_conformance.mutants.reference import ReferenceConnector, ReferencePlugin
 from kvbaton_conformance.placement import device_of, stage_devices
 from kvbaton_conformance.subject import Reference, SubjectRefused, resolve
 from kvbaton_conformance.suite import topic
@@ -166,17 +167,32 @@ def test_what_are_no_numbers_is_a_wrong_use_of_pytest(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_device_that_is_not_there_is_absent_hardware(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setenv("PRETENDED_LOG", str(tmp_path / "log"))
+class Opened(ReferencePlugin):
+    """Says that it moves device memory; keeps the device of each connector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[int | None] = []
+
+    def probe(self, need: Need) -> Availability:
+        return Availability(need.memory_kind == "cuda" and need.reach == "same_process", "not so")
+
+    def open(self, options: Any, context: ConnectorContext) -> ReferenceConnector:
+        self.devices.append(context.device)
+        return super().open(options, context)
+
+
+def test_a_device_that_is_not_there_is_absent_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    plugin = Opened()
     with pytest.raises(SubjectRefused, match="there is no CUDA device 2 and no 7: torch sees 2") as refused:
-        resolve(NAMED, {}, Reference(NAMED), "pretended", "cuda", (0, 2, 1, 7))
+        resolve(plugin, {}, Reference(None), "opened", "cuda", (0, 2, 1, 7))
     assert refused.value.unavailable
     assert refused.value.hardware == "a CUDA device"
-    assert not (tmp_path / "log").exists()
-    subject = resolve(NAMED, {}, Reference(NAMED), "pretended", "cuda", (1, 0))
+    assert not plugin.devices
+    subject = resolve(plugin, {}, Reference(None), "opened", "cuda", (1, 0))
+    assert plugin.devices == [1]
     assert (subject.device("prefill-0"), subject.device("decode-0")) == (1, 0)
     assert "memory: cuda, devices 1,0" in subject.header()[2]
 
