@@ -67,11 +67,12 @@ def of_thread(what: str, call: Callable[[], T], seconds: float) -> T:
         done.set()
 
     thread = threading.Thread(target=ask, name="kvbaton-asking", daemon=True)
+    _hanging.append(thread)  # also where whoever waits is interrupted
     thread.start()
     if not _patiently(what, seconds, done.wait):
-        _hanging.append(thread)
         raise NoAnswer(f"did not answer within {seconds:g} s{_place(thread)}")
     thread.join()
+    _hanging.remove(thread)
     answer, error = outcome.pop()
     if error is not None:
         raise error
@@ -193,10 +194,10 @@ def _answer() -> None:
 
 
 def _end_with(asker: int) -> None:
-    """End when that process does, unless what is asked keeps the interpreter."""
+    """End when that process does, unless what is asked keeps the interpreter, or the system has no way to tell."""
     try:
         handle = os.pidfd_open(asker)
-    except OSError:
+    except (AttributeError, OSError):
         handle = -1
     if os.getppid() != asker:
         os._exit(1)

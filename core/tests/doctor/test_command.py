@@ -237,6 +237,7 @@ def test_advice_is_what_this_command_takes():
 STUCK = """
 import atexit
 import ctypes
+import sys
 from pydantic import BaseModel
 
 class Plugin:
@@ -246,6 +247,7 @@ class Plugin:
         pass
     def probe(self, need):
         atexit.register(ctypes.CDLL(None).pause)  # as a library that waits for its threads
+        print("asked", file=sys.stderr, flush=True)
         ctypes.CDLL(None).pause()
     def open(self, options, context):
         raise AssertionError("opened")
@@ -302,3 +304,18 @@ def test_a_transport_that_does_not_answer_is_told_and_the_command_ends(stuck, wo
     assert "did not answer within 0.2 s" in said
     assert "if nvidia-smi does not answer either" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("words", ["lanes a-stuck", f"run {SCRIPTED} --prompt x --transport a-stuck"])
+def test_ctrl_c_ends_a_command_that_waits_for_an_answer(stuck, words):
+    program = "from kvbaton.cli import main; main()"
+    command = [sys.executable, "-c", program, *words.split()]
+    with subprocess.Popen(command, env=stuck, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr.readline() == "asked\n"
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=120)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert said == "kvbaton: interrupted\n"
