@@ -293,6 +293,8 @@ def stuck(tmp_path):
         ("lanes a-stuck", 2),
         ("bench a-stuck", 2),
         (f"run {SCRIPTED} --prompt x --transport a-stuck", 2),
+        (f"serve {SCRIPTED} --listen 127.0.0.1:0 --transport a-stuck", 2),
+        ("conformance a-stuck", 2),
     ],
 )
 def test_a_transport_that_does_not_answer_is_told_and_the_command_ends(stuck, words, status):
