@@ -232,7 +232,7 @@ def list_plugins(name: str | None = None) -> list[PluginRow]:
     so, never an error.
 
     A process of its own imports and asks each before this one does: one that hangs there, or dies of it, is a row that
-    says so after :data:`~kvbaton.answering.PATIENCE` seconds, and is refused from then on.
+    says so, the former after 60 s, and is refused from then on.
     """
     rows: list[PluginRow] = []
     kinds: tuple[tuple[Literal["connector", "engine", "hooks"], str], ...]
