@@ -1,6 +1,7 @@
 """Choosing a plugin, against real distributions: dist-info folders on ``sys.path``, as an installer leaves them."""
 
 import itertools
+import json
 import logging
 import sys
 import threading
@@ -575,6 +576,14 @@ def test_a_plugin_that_does_not_answer_is_a_row_that_says_so_and_the_others_are_
     assert "a-stuck" in str(error)
     assert "did not answer within 0.2 s: if nvidia-smi does not answer either" in str(error)
     assert not {row.name: row for row in list_plugins()}["a-stuck"].available
+
+
+def test_in_the_other_process_nothing_ends_before_the_answer_but_the_process(monkeypatch, installed):
+    """Or what hangs would come back from there as soon as it is given up here."""
+    module = installed.connector("near").split(":")[0]
+    monkeypatch.setattr(plugins, "of_thread", lambda *asked: pytest.fail("it is asked with a bound"))
+    entry = json.dumps(["kvbaton.connectors", "near", f"{module}:plugin"])
+    assert list(plugins._asked(entry)) == [""]
 
 
 def test_a_plugin_that_ends_the_process_is_a_row_that_says_so(installed):

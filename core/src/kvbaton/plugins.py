@@ -512,11 +512,17 @@ def _ask_apart(entries: Sequence[EntryPoint]) -> None:
 
 
 def _asked(*entries: str) -> Iterator[str]:
-    """What :func:`_ask_apart` has run: that each of ``entries`` comes back counts, and not with what."""
+    """What :func:`_ask_apart` has run: that each of ``entries`` comes back counts, and not with what.
+
+    Nothing is bounded here, so that one that hangs does not come back.
+    """
     for group, name, value in map(json.loads, entries):
         entry = EntryPoint(name, value, group)
         with contextlib.suppress(Exception, SystemExit):
-            _state(group, entry, [entry])
+            plugin = entry.load()
+            if group == CONNECTORS:
+                for need in _every_need():
+                    plugin.probe(need)
         yield ""
 
 
