@@ -111,7 +111,7 @@ def steps(into: Path, devices: str = "0,0") -> list[Step]:
         ("ucx-handoff", "ucx", "--level", "handoff"),
     ):
         kit = ["kvbaton", "conformance", transport, "--memory", "cuda", *two, "--require-env", *level]
-        found.append(Step(f"kit-{name}", (*kit, "--report", at(f"kit-{name}")), 400))
+        found.append(Step(f"kit-{name}", (*kit, "--report", at(f"kit-{name}")), 600))
     agreement = ("plugins/transformers/tests/agreement.py", "--transport", "cuda_ipc", "--device", "cuda")
     found.append(Step("agreement", (*agreement, "--requests", "4"), 400))
     # the longest, and the kit has looked at the same from without

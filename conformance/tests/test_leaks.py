@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton_conformance import shared_memory
+from kvbaton.connector import Need
+from kvbaton_conformance import peer_process, shared_memory
 from kvbaton_conformance.growth import Growth
 from kvbaton_conformance.leaks import holdings, left_behind
+from kvbaton_conformance.subject import Reference
 
 
 def left(before) -> list[str]:
@@ -254,3 +256,20 @@ class Named(ReferenceConnector):
 
 plugin = ReferencePlugin(Named, "named")
 """
+
+
+@pytest.mark.clause("T10")
+@pytest.mark.parametrize("far", [True, False])
+def test_what_a_driver_opens_for_the_first_peer_on_another_device_is_there_once(far, monkeypatch):
+    """It came after the warm-up, in which there was no such peer; what comes again is left behind by somebody."""
+    reference, drivers, thread = (
+        "kvbaton_conformance.mutants.reference:plugin",
+        "descriptor 41 (/dev/nvidia0)",
+        "thread 'x'",
+    )
+    peer = peer_process.Peer()
+    peer.meet(Reference(reference), {}, Need("host", "same_process"), False, None, far)
+    found = iter([[], [thread, drivers], [], [drivers]])
+    monkeypatch.setattr(peer_process, "left_behind", lambda before: next(found))
+    told = [peer.left_behind() for _ in range(4)]
+    assert told == [[], [thread] if far else [thread, drivers], [], [drivers]]
