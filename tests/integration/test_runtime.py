@@ -773,6 +773,27 @@ def test_a_prefill_that_is_too_large_ends_its_request_only(monkeypatch: pytest.M
             assert list(runtime.stream(runtime.add_request(SHORT)))[-1].finish_reason == "length"
 
 
+@pytest.mark.clause("C9.4", "C6.2")
+def test_where_a_pass_hears_one_word_of_each_stage_everything_is_heard_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also a stage's last words, before its end."""
+    monkeypatch.setattr("kvbaton.control.inproc.ENVELOPES_PER_PASS", 1)
+    unheard, asked = InprocCoordinatorChannels.unheard, []
+
+    def slowly(self: InprocCoordinatorChannels, peer: Any) -> bool:
+        """A few times there is more."""
+        asked.append(peer)
+        return asked.count(peer) < 3 or unheard(self, peer)
+
+    monkeypatch.setattr(InprocCoordinatorChannels, "unheard", slowly)
+    with PDRuntime.start(settings()) as runtime:
+        keys = [runtime.add_request(SHORT) for _ in range(6)]
+        assert {list(runtime.stream(key))[-1].finish_reason for key in keys} == {"length"}
+        until(lambda: runtime.statistics()["coordinator"]["transfers"] == 0)
+    assert len(asked) >= 2 * 3
+
+
 def test_a_display_that_fails_shows_nothing_and_breaks_nothing() -> None:
     def progress(text: str) -> None:
         raise OSError("the terminal is gone")

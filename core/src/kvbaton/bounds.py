@@ -16,6 +16,10 @@ from kvbaton.errors import LocalProtocolError
 #: Bytes of one encoded message unless the channel is configured otherwise (a prompt of a million tokens fits).
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 
+#: Envelopes of one stage that the coordinator hears in one pass, or little more; what is left waits, in its order, for
+#: the next one, so that nobody who says very much at once keeps the others waiting.  Some milliseconds.
+ENVELOPES_PER_PASS: Final = 2048
+
 #: Seconds that a profiling session may last: nobody forgets one for longer.
 MAX_PROFILE_SECONDS: Final = 3600.0
 

@@ -75,6 +75,9 @@ _HEARD_AT_ONCE = 64
 #: How long a stage whose channel has gone may take to be found dead, before the channel's loss is all that is known.
 _LAST_WORDS = 0.25
 
+#: How long at most a stage's end waits until everything is heard that it had said.
+_HEARD_OUT = 5.0
+
 #: Where each milestone stands in the life of a transfer, for the log.
 _ORDER = {name: place for place, name in enumerate((
     Milestones.PLACED, Milestones.RESERVED, Milestones.PREFILL_STARTED, Milestones.SOURCE_READY, Milestones.SUBMITTED,
@@ -232,6 +235,8 @@ class Service:
         #: Started again, and not heard of yet: until when they are waited for.
         self._starting: dict[PeerId, float] = {}
         self._gone: set[PeerId] = set()  # joined, and the end looked at
+        #: Ended, and not all of what they had said was heard yet; and until when that is waited for.
+        self._ended: list[tuple[StageHandle, float]] = []
         self._last_words: dict[PeerId, str] = {}
         self._start_by = time.monotonic() + deadline.startup
         self._cause: KvbatonError | None = None  # why start-up failed
@@ -618,14 +623,15 @@ class Service:
         while not self._is_over():
             self._channels.wait(self._nap())
             now = time.monotonic()
-            exited = launcher.exited()  # before the messages, so that a stage's last ones come before its end
+            # before the messages, so that a stage's last ones come before its end
+            self._ended += [(handle, now + _HEARD_OUT) for handle in launcher.exited()]
             for heard, event in enumerate(self._channels.receive(), 1):
                 self._hear(event, now)
                 if heard % _HEARD_AT_ONCE == 0:
                     self._tell_delivered()
             self._tell_delivered()
-            for handle in exited:
-                self._on_exit(handle, now)
+            if self._ended:
+                self._on_exits(now)
             self._tell_dropped()
             while self._commands:
                 self._commands.popleft()()
@@ -785,6 +791,15 @@ class Service:
             if others <= set(view.connected):
                 self._unconnected.discard(view.peer)
                 self._hooks.tell("kvbaton_peer_up", peer=view.peer)
+
+    def _on_exits(self, now: float) -> None:
+        """Of those who have ended, and of whom everything was heard, or who have waited long enough for that."""
+        ended, self._ended = self._ended, []
+        for handle, by in ended:
+            if now < by and self._channels.unheard(handle.peer):
+                self._ended.append((handle, by))
+            else:
+                self._on_exit(handle, now)
 
     def _on_exit(self, handle: StageHandle, now: float) -> None:
         peer, death = handle.peer, handle.death()

@@ -6,9 +6,10 @@ import time
 import pytest
 
 from kvbaton.control import ChannelLost, Received
+from kvbaton.control.inproc import InprocCoordinatorChannels
 from kvbaton.errors import LocalProtocolError, MessageError
 from kvbaton.identity import PeerId
-from kvbaton.messages import Output, Stop
+from kvbaton.messages import Cancel, Output, Stop
 
 A, B = PeerId("prefill-0", 7), PeerId("decode-0", 7)
 
@@ -259,3 +260,111 @@ def test_both_ends_on_threads_of_their_own_lose_nothing(links):
         stage.sever("the test is over")
         thread.join(10.0)
     assert events == [Received(links.peer, links.message(number)) for number in range(count)]
+
+
+# -- who says very much at once ----------------------------------------------------------------------------------------
+
+#: Envelopes of one peer that one pass takes, in these tests.
+A_FEW = 7
+
+
+def takes(monkeypatch, count):
+    for module in ("inproc", "zmq"):
+        monkeypatch.setattr(f"kvbaton.control.{module}.ENVELOPES_PER_PASS", count)
+
+
+@pytest.fixture(params=[True, False], ids=["one-message", "several"])
+def says(monkeypatch, request):
+    """In one breath: a stage of this release sends that in several messages, another one might not."""
+
+    def says(stage, messages):
+        for one in messages:
+            stage.hold(one)
+        if request.param:
+            takes(monkeypatch, len(messages))
+        stage.flush()
+        takes(monkeypatch, A_FEW)
+
+    takes(monkeypatch, A_FEW)
+    return says
+
+
+def something_has_come(links, coordinator):
+    if links.kind == "zmq":
+        links.until(lambda: coordinator._wire.socket.poll(0), "a message")
+        coordinator._wire._frames.quiet = False  # to look has told the socket's descriptor that it is known
+
+
+@pytest.mark.clause("C9.4", "T12")
+def test_of_who_says_very_much_at_once_a_pass_hears_some_in_order(links, says):
+    coordinator = links.coordinator()
+    coordinator.add(A)
+    stage = links.stage(coordinator, A)
+    said = [links.message(number) for number in range(50)]
+    says(stage, said[:45])
+    says(stage, said[45:47])
+    says(stage, said[47:])
+    heard, more = [], 0
+    for _ in range(200):
+        coordinator.wait(20.0)  # it ends by what is waiting
+        some = coordinator.receive()
+        assert len(some) < 2 * A_FEW
+        heard += some
+        more += coordinator.unheard(A)
+        if len(heard) == len(said):
+            break
+    assert heard == [Received(A, one) for one in said]
+    assert more
+    assert coordinator.receive() == []
+    assert not coordinator.unheard(A)
+    stage.send(links.message(100))
+    assert links.gather(coordinator, 1) == [Received(A, links.message(100))]
+    assert coordinator.statistics().dropped == {}
+
+
+@pytest.mark.clause("C9.4", "T12")
+@pytest.mark.parametrize("codec", [False, True])
+def test_another_ones_word_is_heard_between(monkeypatch, codec):
+    takes(monkeypatch, A_FEW)
+    coordinator = InprocCoordinatorChannels(through_codec=codec)
+    for peer in (A, B):
+        coordinator.add(peer)
+    much, little = coordinator.connect(A), coordinator.connect(B)
+    for number in range(50):
+        much.send(Cancel(f"{number:032x}"))
+    little.send(Cancel("9" * 32))
+    events = coordinator.receive()
+    assert events == [
+        *(Received(A, Cancel(f"{number:032x}")) for number in range(A_FEW)),
+        Received(B, Cancel("9" * 32)),
+    ]
+    assert coordinator.unheard(A)
+    assert not coordinator.unheard(B)
+    little.send(Cancel("8" * 32))
+    assert Received(B, Cancel("8" * 32)) in coordinator.receive()
+    coordinator.close()
+
+
+@pytest.mark.clause("C9.4", "C6.3")
+def test_a_loss_comes_behind_all_that_was_said_however_much(links, says):
+    coordinator, stage = links.pair()
+    said = [links.message(number) for number in range(50)]
+    says(stage, said)
+    stage.close()
+    *heard, end = links.gather(coordinator, 51)
+    assert heard == [Received(links.peer, one) for one in said]
+    assert isinstance(end, ChannelLost)
+    assert coordinator.receive() == []
+
+
+@pytest.mark.clause("C1.2", "C9.4")
+def test_of_one_that_is_forgotten_nothing_more_is_heard(links, says):
+    coordinator, stage = links.pair()
+    says(stage, [links.message(number) for number in range(50)])
+    while not coordinator.unheard(links.peer):
+        something_has_come(links, coordinator)
+        coordinator.receive()
+    coordinator.remove(links.peer)
+    assert not coordinator.unheard(links.peer)
+    for _ in range(10):
+        assert coordinator.receive() == []

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -189,6 +190,67 @@ def test_a_message_of_several_frames_is_refused_as_a_whole_or_is_several_envelop
     dealer.send(encode(envelope(PEER.epoch, 3, Stop())))
     assert zmq_links.gather(coordinator, 3) == [Received(PEER, Stop())] * 3
     assert coordinator.statistics().dropped == {("unknown", "malformed"): 1}
+
+
+@pytest.mark.clause("C9.3", "C9.4")
+def test_a_message_of_very_many_frames_is_refused_as_a_whole_too(zmq_links, raw, monkeypatch):
+    """However many passes it takes to find the rubbish in it; what follows is heard, in order."""
+    monkeypatch.setattr("kvbaton.control.zmq.ENVELOPES_PER_PASS", 3)
+    coordinator, dealer = raw
+    dealer.send(GREETING)
+    good = [encode(envelope(PEER.epoch, seq, Stop())) for seq in range(1, 21)]
+    dealer.send_multipart([*good[:17], b"no envelope", *good[17:]])
+    dealer.send_multipart(good)
+    dealer.send(encode(envelope(PEER.epoch, 21, Stop())))
+    assert zmq_links.gather(coordinator, 21) == [Received(PEER, Stop())] * 21
+    assert coordinator.statistics().dropped == {("unknown", "malformed"): 1}
+
+
+@pytest.mark.clause("C9.4", "T12")
+def test_another_ones_word_is_heard_between(zmq_links, monkeypatch):
+    """Whoever is late says more and more; the socket deals in turn."""
+    monkeypatch.setattr("kvbaton.control.zmq.ENVELOPES_PER_PASS", 3)
+    coordinator = zmq_links.coordinator()
+    other = PeerId("prefill-0", 7)
+    for peer in (PEER, other):
+        coordinator.add(peer)
+        coordinator._peers[peer].connected = True
+    much, little = (coordinator._peers[peer].routing_id for peer in (PEER, other))
+    frames = [encode(envelope(PEER.epoch, seq, Stop())) for seq in range(1, 31)]
+    dealt = [(much, frames[:20]), (little, [encode(envelope(other.epoch, 1, Stop()))])]
+    for first in range(20, 30):
+        dealt += [(much, frames[first : first + 1]), (little, [encode(envelope(other.epoch, first - 18, Stop()))])]
+    halves = iter([half for one in dealt for half in one])
+    left = [2 * len(dealt)]
+
+    def take(*_, **__):
+        left[0] -= 1
+        return next(halves)
+
+    monkeypatch.setattr(coordinator._wire, "socket", SimpleNamespace(recv=take, recv_multipart=take))
+    monkeypatch.setattr(coordinator._wire, "has_frames", lambda: left[0] > 0)
+    passes = []
+    while coordinator.unheard(PEER) or not passes:
+        passes.append([event.peer for event in coordinator.receive()])
+        assert passes[-1].count(PEER) <= 3
+    monkeypatch.undo()
+    assert sum(some.count(PEER) for some in passes) == 30
+    until_all_is_said = passes[1 : 1 + 10]
+    assert all(other in some for some in until_all_is_said), "C9.4: it waited for somebody else"
+
+
+@pytest.mark.clause("C9.4")
+def test_behind_a_gap_in_very_many_frames_nothing_is_believed(zmq_links, raw, monkeypatch):
+    monkeypatch.setattr("kvbaton.control.zmq.ENVELOPES_PER_PASS", 3)
+    coordinator, dealer = raw
+    dealer.send(GREETING)
+    dealer.send_multipart([encode(envelope(PEER.epoch, seq, Stop())) for seq in (1, 2, 3, 4, 5, 7, 8, 9, 10)])
+    dealer.send(encode(envelope(PEER.epoch, 6, Stop())))
+    *heard, end = zmq_links.gather(coordinator, 6)
+    assert heard == [Received(PEER, Stop())] * 5
+    assert end == ChannelLost(PEER, "C9.4: message 7 came where 6 was due")
+    assert not coordinator.unheard(PEER)
+    assert coordinator.receive() == []
 
 
 @pytest.mark.clause("C9.3")

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from kvbaton.bounds import ENVELOPES_PER_PASS
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received
 from kvbaton.control.bell import Bell
 from kvbaton.control.envelopes import pack, unpack
@@ -180,6 +181,8 @@ class InprocCoordinatorChannels:
         self._lifetimes = Lifetimes()
         #: from any stage's thread; None marks the end of a channel
         self._inbox: deque[tuple[PeerId, _Item | None]] = deque()
+        #: of whom more has come than one pass may take, and what that is
+        self._late: dict[PeerId, deque[_Item | None]] = {}
         self._bell = Bell()
         self._lock = threading.Lock()
         self._closed = False
@@ -239,8 +242,13 @@ class InprocCoordinatorChannels:
 
     def receive(self) -> list[ChannelEvent]:
         events: list[ChannelEvent] = []
-        while self._inbox:
-            peer, item = self._inbox.popleft()
+        inbox = self._inbox
+        count = len(inbox)  # what comes meanwhile is for the next pass
+        if self._late or count > ENVELOPES_PER_PASS:
+            items = self._shares(count)
+        else:
+            items = [inbox.popleft() for _ in range(count)]
+        for peer, item in items:
             entry = self._peers.get(peer)
             if item is None:
                 if entry is not None and not entry.lost:
@@ -258,8 +266,24 @@ class InprocCoordinatorChannels:
                 events.append(self._lose(peer, entry, entry.inbound.gap))
         return events
 
+    def _shares(self, count: int) -> list[tuple[PeerId, _Item | None]]:
+        """Of each peer what one pass may take, oldest first, when ``count`` more have come; the rest waits."""
+        for _ in range(count):
+            peer, item = self._inbox.popleft()
+            self._late.setdefault(peer, deque()).append(item)
+        shares = []
+        for peer, waiting in list(self._late.items()):
+            shares += [(peer, waiting.popleft()) for _ in range(min(len(waiting), ENVELOPES_PER_PASS))]
+            if not waiting:
+                del self._late[peer]
+        return shares
+
+    def unheard(self, peer: PeerId) -> bool:
+        waits = peer in self._late or any(other == peer for other, _ in tuple(self._inbox))
+        return waits and peer in self._peers
+
     def wait(self, timeout: float) -> None:
-        self._bell.wait(timeout, lambda: self._inbox or self._closed)
+        self._bell.wait(timeout, lambda: self._inbox or self._late or self._closed)
 
     def wake(self) -> None:
         self._bell.ring()
@@ -275,6 +299,7 @@ class InprocCoordinatorChannels:
             if entry.channel is not None:
                 entry.channel.sever(f"the coordinator closed the channel of {peer}")
         self._inbox.clear()
+        self._late.clear()
         self._bell.ring()
 
     def _lose(self, peer: PeerId, entry: _Peer, reason: str) -> ChannelLost:

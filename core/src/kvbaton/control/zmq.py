@@ -3,7 +3,8 @@
 The coordinator binds one ROUTER; each stage connects one DEALER whose routing id begins with its name and epoch.  A
 stage's first frame is a greeting, which says the version and lets the coordinator tie the connection to the stage; what
 was sent to the stage before that waits for it.  Each further frame is one encoded envelope; what a stage says in one
-breath is one message of several frames, refused as a whole where one of them is no envelope.
+breath is one message of several frames, refused as a whole where one of them is no envelope.  Whoever says more than
+one pass takes (:data:`~kvbaton.bounds.ENVELOPES_PER_PASS`) is heard in pieces, and others between.
 
 A connection that ends is a lost channel: nobody reconnects, since ZeroMQ drops what is under way when it ends.
 The ends are seen by the sockets' monitors.  A stage that is alive but stopped is found by ZMTP heartbeats, which the
@@ -43,6 +44,7 @@ from typing import Final
 import msgspec
 import zmq
 
+from kvbaton.bounds import ENVELOPES_PER_PASS
 from kvbaton.control import ChannelEvent, ChannelLost, ChannelStatistics, Received, private_directory
 from kvbaton.control.bell import DescriptorBell
 from kvbaton.control.curve import ClientKeys, Gate, ServerKeys, user_of
@@ -288,6 +290,7 @@ class _Peer:
         "secret",
         "seq",
         "sequence",
+        "waiting",
     )
 
     def __init__(self, peer: PeerId, secret: str) -> None:
@@ -305,6 +308,18 @@ class _Peer:
         self.lost = False
         #: the status that it gave as its last word, over TCP
         self.left: int | None = None
+        #: what came beyond what one pass may take
+        self.waiting: deque[_Waiting] = deque()
+
+
+class _Waiting:
+    """A message that is taken in pieces, in two rounds: first all of it is opened, then it is believed."""
+
+    __slots__ = ("frames", "sealed")
+
+    def __init__(self, frames: list[bytes]) -> None:
+        self.frames = deque(frames)
+        self.sealed: deque[Envelope] = deque()
 
 
 class ZmqCoordinatorChannels:
@@ -347,6 +362,12 @@ class ZmqCoordinatorChannels:
         self._open: set[int] = set()
         self._behind: dict[int, _Peer] = {}
         self._ending: list[_Peer] = []
+        #: of whom more has come than one pass may take
+        self._late: list[_Peer] = []
+        #: with so many events a pass looks for no further message
+        self._enough = 0
+        #: the last pass did not look at all that may have come
+        self._more = False
         #: connections that ended before they were tied to a peer, whose greeting may still be unread
         self._ended_unread: list[int] = []
         self._sent = 0
@@ -427,6 +448,7 @@ class ZmqCoordinatorChannels:
                 del self._by_routing_id[entry.routing_id]
                 entry.lost = True
                 entry.backlog.clear()
+                entry.waiting.clear()
 
     def send(self, peer: PeerId, message: Message) -> None:
         with self._exclusive:
@@ -452,10 +474,16 @@ class ZmqCoordinatorChannels:
             self._wire.look()
             # connections first: an end seen now comes after every frame that is still to be read of it
             self._watch_connections()
+            if self._late:
+                self._catch_up(events)
+            self._enough = len(events) + ENVELOPES_PER_PASS
             socket = self._wire.socket
             for _ in range(_FRAMES_PER_PASS):
                 if not self._wire.has_frames():
                     self._report_endings(events)
+                    self._more = False
+                    if self._late:
+                        self._wire.bell.ring()
                     return events
                 sender = self._by_routing_id.get(routing_id := socket.recv(_NOBLOCK))
                 if sender is not None and sender.connected and self._listen is None:
@@ -463,8 +491,15 @@ class ZmqCoordinatorChannels:
                     self._take(sender, socket.recv_multipart(_NOBLOCK), events)
                 else:
                     self._handle(routing_id, sender, socket.recv_multipart(zmq.NOBLOCK, copy=False), events)
-            self._wire.bell.ring()  # there may be more
+                if len(events) >= self._enough:
+                    break
+            self._more = True
+            self._wire.bell.ring()
         return events
+
+    def unheard(self, peer: PeerId) -> bool:
+        entry = self._peers.get(peer)
+        return entry is not None and (self._more or bool(entry.waiting))
 
     def wait(self, timeout: float) -> None:
         with self._exclusive:
@@ -587,12 +622,46 @@ class ZmqCoordinatorChannels:
             with contextlib.suppress(ValueError):
                 entry.left = int(frames[0][len(_LEFT) :])
             return
+        if entry.waiting or len(frames) > ENVELOPES_PER_PASS:
+            if not entry.waiting:
+                self._late.append(entry)
+            entry.waiting.append(_Waiting(frames))
+            self._enough = 0  # the socket deals in turn: whoever says less comes before more of it
+            return
         sealed: list[Envelope] = []
         for data in frames:
             envelope = opened(data, self._max_message, self._dropped)
             if envelope is None:
                 return  # of a message with rubbish in it nothing is believed
             sealed.append(envelope)
+        self._believe(entry, sealed, events)
+
+    def _catch_up(self, events: list[ChannelEvent]) -> None:
+        """Of everyone who is late as much as one pass may take."""
+        late, self._late = self._late, []
+        for entry in late:
+            opening = believing = ENVELOPES_PER_PASS
+            while entry.waiting and believing > 0:
+                message = entry.waiting[0]
+                while message.frames and opening > 0:
+                    opening -= 1
+                    envelope = opened(message.frames.popleft(), self._max_message, self._dropped)
+                    if envelope is None:  # of a message with rubbish in it nothing is believed
+                        message.frames.clear()
+                        message.sealed.clear()
+                    else:
+                        message.sealed.append(envelope)
+                if message.frames:
+                    break
+                some = [message.sealed.popleft() for _ in range(min(believing, len(message.sealed)))]
+                believing -= len(some)
+                if not message.sealed:
+                    entry.waiting.popleft()
+                self._believe(entry, some, events)
+            if entry.waiting:
+                self._late.append(entry)
+
+    def _believe(self, entry: _Peer, sealed: Sequence[Envelope], events: list[ChannelEvent]) -> None:
         for envelope in sealed:
             found, gap = judged(envelope, entry.sequence, self._dropped)
             if found is not None:
@@ -670,7 +739,10 @@ class ZmqCoordinatorChannels:
         # only after everything that had arrived was read
         ending, self._ending = self._ending, []
         for entry in ending:
-            self._lose(entry, entry.ending or "", events)
+            if entry.waiting:
+                self._ending.append(entry)
+            else:
+                self._lose(entry, entry.ending or "", events)
         if self._ended_unread:
             self._dropped["unknown", "stranger"] += len(self._ended_unread)
             self._ended_unread.clear()
@@ -679,6 +751,7 @@ class ZmqCoordinatorChannels:
         if not entry.lost:
             entry.lost = True
             entry.backlog.clear()
+            entry.waiting.clear()
             events.append(ChannelLost(entry.peer, reason))
             if self._listen is not None:
                 self._departures.append(Departure(entry.peer, entry.left, reason))
@@ -786,11 +859,14 @@ class ZmqStageChannel:
         if not self._held or self._closed:
             return
         try:
-            self._wire.send(*self._held)
-            self._sent += len(self._held)
+            # more than the coordinator takes in one pass goes in several messages, so that it can hear others between
+            for first in range(0, len(self._held), ENVELOPES_PER_PASS):
+                some = self._held[first : first + ENVELOPES_PER_PASS]
+                self._wire.send(*some)
+                self._sent += len(some)
         except zmq.Again:
             # the socket has no connection any more, and will have no other
-            self._dropped.update((family, "gone-peer") for family in self._families)
+            self._dropped.update((family, "gone-peer") for family in self._families[first:])
             self.sever("the connection to the coordinator ended")
         self._held.clear()
         self._families.clear()
