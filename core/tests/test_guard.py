@@ -1033,6 +1033,81 @@ def test_a_field_that_is_no_sequence_takes_no_other_with_it(broken, field):
         assert len(getattr(progress, kind)) == heard, kind
 
 
+class Changing:
+    """An event that says its first word only as often as it is told to, and then another."""
+
+    _says: dict = {}
+
+    def __getattribute__(self, name):
+        says = object.__getattribute__(self, "_says").get(name)
+        if not says:
+            return super().__getattribute__(name)
+        return says.pop(0) if len(says) > 1 else says[0]
+
+
+class ChangingReceipt(Changing, Receipt, frozen=True):
+    pass
+
+
+class ChangingPeerEvent(Changing, PeerEvent):
+    __slots__ = ()
+
+
+@pytest.mark.clause("T3", "C6.3", "C6.4")
+@pytest.mark.parametrize("times", [1, 2, 3, 4])
+def test_an_event_is_what_it_said_first(monkeypatch, times):
+    """Whatever it says to those who ask it again: what was looked at is what is passed on, and a fence is one."""
+    rig = Rig(D0, D1)
+    monkeypatch.setattr(ChangingReceipt, "_says", {"sequence": [0] * times + ["later"]})
+    monkeypatch.setattr(
+        ChangingPeerEvent, "_says", {"quiet": [False] * times + ["yes"], "up": [False] * times + [True]}
+    )
+    rig.plugin.say(receipts=[ChangingReceipt(D0, "a" * 32, 0)], peers=[ChangingPeerEvent(D1, False, False)])
+    progress = rig.poll()
+    assert [(type(one), one.sequence) for one in progress.receipts] == [(Receipt, 0)]
+    assert [(type(one), one.up, one.quiet) for one in progress.peers] == [(PeerEvent, False, False)]
+    assert rig.guard.peer_states()[D1] is PeerState.DOWN
+
+
+class Endless(Exception):
+    def __str__(self):
+        return "x" * 20_000_000
+
+
+@pytest.mark.clause("C6.3", "C9.3")
+@pytest.mark.parametrize("error", [Unspeakable(), Endless()], ids=["no-words", "too-many"])
+def test_an_error_in_an_event_can_be_told_by_whoever_gets_it(error):
+    """It goes into a message, which has a size, and into a line of a log."""
+    rig = Rig(D0, D1)
+    first, second = rig.post(), rig.post()
+    rig.plugin.say(
+        completions=[
+            Completion(first.transfer, 0, Outcome.FAILED, True, True, error),
+            Completion(second.transfer, 0, Outcome.TIMED_OUT, True, True, error),
+        ],
+        peers=[PeerEvent(D1, False, error=error)],
+    )
+    progress = rig.poll()
+    assert (len(progress.completions), len(progress.peers)) == (2, 1)
+    for event in (*progress.completions, *progress.peers):
+        assert len(str(event.error)) < 2000
+        assert type(error).__name__ in str(event.error)
+    assert not rig.figure("dropped_malformed")
+
+
+@pytest.mark.clause("C6.3", "C9.3")
+def test_what_a_plugin_raises_is_told_at_no_more_than_a_message_takes():
+    rig = Rig(D0)
+    rig.plugin.raises["poll"] = Endless()
+    (fault,) = rig.poll().faults
+    assert "Endless: xxx" in str(fault)
+    assert len(str(fault)) < 2000
+    rig.plugin.raises["submit"] = Endless()
+    rig.post()
+    (failed,) = rig.poll().completions
+    assert len(str(failed.error)) < 2000
+
+
 @pytest.mark.clause("C6.3", "T12")
 def test_a_plugin_that_returns_rubbish_for_ever_fills_no_log():
     """One fault of a pass, and one more whenever there are twice as many; nothing is kept of them."""

@@ -27,6 +27,7 @@ chunks in it yields to one with fewer.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import threading
@@ -290,7 +291,7 @@ class GuardedConnector:
         except Exception as error:
             raise RegistrationError(
                 f"T1: {self._transport} could not register memory: {_text(error)}. None was registered.",
-                transport=self._transport, reason=str(error),
+                transport=self._transport, reason=_text(error),
             ) from error  # fmt: skip
         self._regions = tuple(regions)
         self._lengths = region_lengths(regions)
@@ -823,6 +824,7 @@ class GuardedConnector:
             or said.sequence is not flight.sequence
             or said.source_quiet is not source
             or said.target_quiet is not target
+            or said.error is not error
         ):
             said = Completion(flight.transfer, flight.sequence, outcome, source, target, error)
         self._news.completions.append(said)
@@ -919,7 +921,8 @@ class GuardedConnector:
                     or type(sequence) is not int
                     or type(completion) is not Completion
                 ):
-                    _check_completion(completion, source, target, error)
+                    _check_completion(completion, sequence, source, target, error)
+                    error = _told(error)
                 key = (completion.transfer, sequence)
                 flight = posted.get(key) or lingering.get(key)
                 if flight is None:
@@ -953,13 +956,10 @@ class GuardedConnector:
         peers, current, heard = self._peers, self._current, self._news.receipts
         for receipt in receipts:
             try:
-                id = receipt.peer
-                if (
-                    type(receipt.sequence) is not int
-                    or type(receipt.transfer) is not str
-                    or type(receipt) is not Receipt
-                ):
-                    _check_receipt(receipt)
+                id, transfer, sequence = receipt.peer, receipt.transfer, receipt.sequence
+                if type(sequence) is not int or type(transfer) is not str or type(receipt) is not Receipt:
+                    _check_receipt(receipt, transfer, sequence)
+                    receipt = Receipt(id, transfer, sequence)  # what was looked at, whatever it says next
                 peer = peers.get(id)
                 # C1.4.  A peer that is down but not quiet is still heard: what arrived, arrived.
                 if current.get(id.name, id) != id:
@@ -974,18 +974,21 @@ class GuardedConnector:
                 self._refuse(error)
 
     def _on_peer(self, event: PeerEvent) -> None:
-        _check_peer_event(event)
-        peer = self._peers.get(event.peer)
+        # each read once: what is looked at is what counts
+        id, up, quiet, error = event.peer, event.up, event.quiet, event.error
+        _check_peer_event(event, id, up, quiet, error)
+        error = _told(error)
+        peer = self._peers.get(id)
         if peer is None:
             self._dropped["event_unknown_peer"] += 1
-        elif event.up:
+        elif up:
             if peer.state is not PeerState.CONNECTING:
                 self._dropped["event_up_again"] += 1
                 return
             peer.state, peer.deadline, peer.was_up = PeerState.UP, math.inf, True
-            self._news.peers.append(event)
+            self._news.peers.append(PeerEvent(id, True, quiet, error))
         else:
-            self._lose(peer, event.error, quiet=event.quiet)
+            self._lose(peer, error, quiet)
 
     def _lose(self, peer: _Peer, error: Exception | None, quiet: bool = False) -> None:
         """A peer is down, or is now also quiet; said once each."""
@@ -1120,12 +1123,29 @@ class _News(msgspec.Struct, eq=False):
         return bool(self.completions or self.receipts or self.peers or self.faults)
 
 
-def _text(error: Exception) -> str:
+#: Characters that are told of what foreign code says: a message with more than it may have is not sent (C9.3).
+_LONGEST = 1000
+
+
+def _text(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:  # foreign code, too
         text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _told(error: Exception | None) -> Exception | None:
+    """The error of an event, or where it cannot be told, because it has no words or too many, one that can."""
+    if error is None:
+        return None
+    with contextlib.suppress(Exception):
+        if len(str(error)) <= _LONGEST:
+            return error
+    told = TransportError(_text(error))
+    told.__cause__ = error
+    return told
 
 
 def _what(chunk: Chunk) -> str:
@@ -1135,30 +1155,30 @@ def _what(chunk: Chunk) -> str:
 # -- is it an event?  Each raises TypeError where it is not ------------------------------------------------------------
 
 
-def _check_completion(completion: Completion, source: object, target: object, error: object) -> None:
+def _check_completion(completion: Completion, sequence: object, source: object, target: object, error: object) -> None:
     """Whatever its outcome is.  Quiet is proven by nothing but True (T5)."""
     _must_be(completion, Completion, "a completion")
-    _must_be(completion.sequence, int, "the sequence of a completion")
+    _must_be(sequence, int, "the sequence of a completion")
     _must_be(source, bool, "source_quiet of a completion")
     _must_be(target, bool, "target_quiet of a completion")
     if error is not None:
         _must_be(error, BaseException, "the error of a completion")
 
 
-def _check_receipt(receipt: Receipt) -> None:
+def _check_receipt(receipt: Receipt, transfer: object, sequence: object) -> None:
     _must_be(receipt, Receipt, "a receipt")
-    _must_be(receipt.transfer, str, "the transfer of a receipt")
-    _must_be(receipt.sequence, int, "the sequence of a receipt")
+    _must_be(transfer, str, "the transfer of a receipt")
+    _must_be(sequence, int, "the sequence of a receipt")
 
 
-def _check_peer_event(event: PeerEvent) -> None:
+def _check_peer_event(event: PeerEvent, id: object, up: object, quiet: object, error: object) -> None:
     """A fence is proven by nothing but True (C6.4)."""
     _must_be(event, PeerEvent, "an event of a peer")
-    _must_be(event.peer, PeerId, "the peer of an event")
-    _must_be(event.up, bool, "up of an event of a peer")
-    _must_be(event.quiet, bool, "quiet of an event of a peer")
-    if event.error is not None:
-        _must_be(event.error, BaseException, "the error of an event of a peer")
+    _must_be(id, PeerId, "the peer of an event")
+    _must_be(up, bool, "up of an event of a peer")
+    _must_be(quiet, bool, "quiet of an event of a peer")
+    if error is not None:
+        _must_be(error, BaseException, "the error of an event of a peer")
 
 
 def _must_be(value: object, kind: type, what: str) -> None:

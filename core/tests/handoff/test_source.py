@@ -326,3 +326,22 @@ def test_a_chunk_that_is_refused_for_what_it_is_would_be_refused_anywhere(error,
     effects = m.completion(Completion(t, 0, Outcome.FAILED, quiet, quiet, error))
     cause = f"C6.3: chunk 0 to {D0}: {error or 'failed'}"
     assert sends(effects)[0] == Failed(t, cause, (0,), unmoved=unmoved)
+
+
+class Falsy(Exception):
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.clause("C6.3")
+@pytest.mark.parametrize("error", [OSError("it went"), Falsy("it went")], ids=["of-itself", "empty"])
+def test_an_error_that_is_its_own_cause_and_one_that_is_empty_are_told(error: Exception):
+    """As ``raise error from error`` makes one."""
+    error.__cause__ = error
+    m = Source()
+    t = prefill(m)
+    post(m, t)
+    (failed,) = [
+        e for e in sends(m.completion(Completion(t, 0, Outcome.FAILED, True, True, error))) if type(e) is Failed
+    ]
+    assert "it went" in failed.cause

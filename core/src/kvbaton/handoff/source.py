@@ -355,7 +355,8 @@ class Source:
         if record.phase is _DRAINING or (completion.outcome is ChunkOutcome.DONE and source_quiet):
             self._retire_if_quiet(record, effects)
         else:
-            cause = f"C6.3: chunk {sequence} to {record.destination}: {completion.error or completion.outcome.value}"
+            said = completion.outcome.value if completion.error is None else completion.error
+            cause = f"C6.3: chunk {sequence} to {record.destination}: {said}"
             self._fail(record, cause, (sequence,), effects, unmoved=not _unfit(completion.error))
         return effects
 
@@ -472,9 +473,11 @@ def _runs(sequences: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 def _unfit(error: BaseException | None) -> bool:
     """Whether a chunk itself was refused (C3.6, T13), by the error or by what it was raised from."""
-    while error is not None:
+    seen: set[int] = set()  # one may be raised from itself
+    while error is not None and id(error) not in seen:
         if isinstance(error, LocalProtocolError | CapabilityError):
             return True
+        seen.add(id(error))
         error = error.__cause__
     return False
 

@@ -362,7 +362,7 @@ class Stage(ABC):
             self._run(self.machine.peer_up(event.peer))
         else:
             self._peer_gone(event.peer)
-            self._run(self.machine.peer_down(event.peer, event.quiet, str(event.error or "")))
+            self._run(self.machine.peer_down(event.peer, event.quiet, "" if event.error is None else str(event.error)))
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
