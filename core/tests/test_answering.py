@@ -1,5 +1,6 @@
 """Asking what never answers, and going on."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -41,6 +42,17 @@ def hangs_after_one(text):
 def dies(text):
     yield text
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def asks_a_program(ends):
+    """As one that asks nvidia-smi, by whatever starts it; the program hangs, and its number is told."""
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    os.posix_spawn("/bin/sh", ["sh", "-c", f"echo $$ >&{write}; exec sleep 600"], os.environ)
+    yield os.read(read, 20).decode().strip()
+    if ends:
+        os._exit(3)
+    ctypes.CDLL(None).pause()
 
 
 def says_what_it_finds():
@@ -102,6 +114,30 @@ def test_one_that_hangs_is_left_and_is_gone():
     assert not psutil.pid_exists(process.pid)
 
 
+def gone(pid):
+    until = time.monotonic() + 30.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < until, "it lives"
+            time.sleep(0.01)
+
+
+def test_nor_is_a_program_left_that_it_has_started():
+    with Apart(f"{HERE}:asks_a_program", "") as process:
+        program = int(process.answer("it", 60.0))
+    gone(program)
+
+
+def test_a_program_that_it_leaves_does_not_hide_its_end():
+    with Apart(f"{HERE}:asks_a_program", "ends") as process:
+        program = int(process.answer("it", 60.0))
+        try:
+            with pytest.raises(Gone, match=r"exit status 3"):
+                process.answer("it", 60.0)
+        finally:
+            os.kill(program, signal.SIGKILL)
+
+
 def test_one_that_dies_is_told_with_the_signal():
     with Apart(f"{HERE}:dies", "first") as process:
         assert process.answer("it", 60.0) == "first"
@@ -120,10 +156,7 @@ def test_it_does_not_outlive_a_process_that_is_killed():
             pid = int(asker.stdout.readline().split()[0])
         finally:
             asker.kill()
-    until = time.monotonic() + 30.0
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until, "it lives"
-        time.sleep(0.01)
+    gone(pid)
 
 
 def answers_and_waits():

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -110,14 +111,14 @@ class Apart:
     """A process that runs the function ``entry`` (``module:function``) with ``arguments``: texts, and it yields texts.
 
     It prints nothing, imports what this process would, and ends with it.  A context manager; its end leaves the process
-    neither running nor waited for.
+    neither running nor waited for, and where it still ran, nothing that it had started either.
     """
 
     def __init__(self, entry: str, *arguments: str) -> None:
-        self._answers, theirs = os.pipe()
+        path = json.dumps([part or str(Path.cwd()) for part in sys.path])
         self._received = b""
-        path = [part or str(Path.cwd()) for part in sys.path]
-        words = [str(os.getpid()), str(theirs), json.dumps(path), entry, *arguments]
+        self._answers, theirs = os.pipe()
+        words = [str(os.getpid()), str(theirs), path, entry, *arguments]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, *words], pass_fds=(theirs,), stdin=subprocess.DEVNULL,
@@ -168,7 +169,9 @@ class Apart:
         return True
 
     def _end(self) -> None:
-        self._process.kill()
+        if self._process.returncode is None:  # its number is ours until it was waited for
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # what it asks may be a program of its own, which hangs
         try:
             self._process.wait(_GONE)
         except subprocess.TimeoutExpired:
@@ -183,6 +186,7 @@ _PROGRAM: Final = (
 def _answer() -> None:
     """What runs in the process of :class:`Apart`.  It does not return: what was loaded is not asked to tidy up."""
     asker, answers, _, entry, *arguments = sys.argv[1:]
+    os.set_inheritable(int(answers), False)  # whoever waits for the end of answers does not wait for what is started here
     _end_with(int(asker))
     module, _, function = entry.partition(":")
     given: Iterable[str] = getattr(importlib.import_module(module), function)(*arguments)

@@ -308,6 +308,11 @@ def test_a_transport_that_does_not_answer_is_told_and_the_command_ends(stuck, wo
     assert "Traceback" not in said
 
 
+def test_a_command_ends_too_where_stderr_is_closed(stuck):
+    words = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", IMPATIENT, "lanes", "a-stuck"]
+    assert subprocess.run(words, env=stuck, stdout=subprocess.DEVNULL, timeout=120).returncode == 2
+
+
 @pytest.mark.parametrize("words", ["lanes a-stuck", f"run {SCRIPTED} --prompt x --transport a-stuck"])
 def test_ctrl_c_ends_a_command_that_waits_for_an_answer(stuck, words):
     program = "from kvbaton.cli import main; main()"

@@ -109,6 +109,7 @@ def test_a_plan_covers_every_byte_once(scatter, given_runs, programs):
     assert not (np.bitwise_or.reduce(plan.table[:, wide], axis=1) % 16).any()
     assert length[plan.wide :].max(initial=0) == plan.narrow <= scatter.NARROW_PIECE
     assert (length[wide] <= plan.per * plan.piece).all()
+    assert plan.wide or plan.tile_rows > 1, "where each has its own tile, the kernel divides by their number"
     moves = {int(to): int(start) for to, start in zip(given_runs.columns()[1], given_runs.columns()[0], strict=True)}
     starts = sorted(moves)
     at = np.searchsorted(starts, target, side="right") - 1

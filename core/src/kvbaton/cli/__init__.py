@@ -7,6 +7,7 @@ stdout carries the answer and nothing else; progress and logs go to stderr.  Exi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -62,7 +63,9 @@ def _run() -> None:
 def _leave(status: object) -> NoReturn:
     answering = sys.modules.get("kvbaton.answering")
     if answering is not None and answering.hanging():  # what its library does at an exit may wait for it
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # None where it is closed; and nobody is left to hear of it
+                stream.flush()
         os._exit(status if isinstance(status, int) else 0 if status is None else 1)
     sys.exit(status)  # type: ignore[arg-type]
 
