@@ -186,7 +186,7 @@ _PROGRAM: Final = (
 def _answer() -> None:
     """What runs in the process of :class:`Apart`.  It does not return: what was loaded is not asked to tidy up."""
     asker, answers, _, entry, *arguments = sys.argv[1:]
-    os.set_inheritable(int(answers), False)  # whoever waits for the end of answers does not wait for what is started here
+    os.set_inheritable(int(answers), False)  # or what is started here could hide that this has ended
     _end_with(int(asker))
     module, _, function = entry.partition(":")
     given: Iterable[str] = getattr(importlib.import_module(module), function)(*arguments)

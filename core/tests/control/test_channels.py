@@ -368,3 +368,20 @@ def test_of_one_that_is_forgotten_nothing_more_is_heard(links, says):
     assert not coordinator.unheard(links.peer)
     for _ in range(10):
         assert coordinator.receive() == []
+
+
+@pytest.mark.clause("C6.3", "C9.4")
+def test_of_one_that_is_lost_nothing_is_unheard_however_much_others_say(links, says):
+    """Or its end would wait for them, and all that is known of it would be the loss."""
+    coordinator = links.coordinator()
+    for peer in (A, B):
+        coordinator.add(peer)
+    links.stage(coordinator, A).close()
+    (lost,) = links.gather(coordinator, 1)
+    assert isinstance(lost, ChannelLost)
+    says(links.stage(coordinator, B), [links.message(number) for number in range(50)])
+    while not coordinator.unheard(B):
+        something_has_come(links, coordinator)
+        coordinator.receive()
+    assert not coordinator.unheard(A)
+    assert len(links.gather(coordinator, 1)) >= 1

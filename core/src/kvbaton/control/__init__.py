@@ -153,12 +153,13 @@ class CoordinatorChannels(Protocol):
     def receive(self) -> list[ChannelEvent]:
         """What has happened, first-in first-out for each peer.  Never waits, never raises for bad input.
 
-        Of each peer fewer messages than twice :data:`~kvbaton.bounds.ENVELOPES_PER_PASS`; the others come with the
+        Of each peer fewer messages than thrice :data:`~kvbaton.bounds.ENVELOPES_PER_PASS`; the others come with the
         next calls, and ``wait`` returns at once until they have.
         """
 
     def unheard(self, peer: PeerId) -> bool:
-        """Whether more of ``peer`` may have come than ``receive`` has returned so far.  Not of one that is unknown."""
+        """Whether more of ``peer`` may have come than ``receive`` has returned so far.  Not of one that is unknown, nor
+        once it has returned its loss."""
 
     def wait(self, timeout: float) -> None:
         """As ``StageChannel.wait``."""

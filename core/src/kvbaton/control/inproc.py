@@ -279,8 +279,10 @@ class InprocCoordinatorChannels:
         return shares
 
     def unheard(self, peer: PeerId) -> bool:
-        waits = peer in self._late or any(other == peer for other, _ in tuple(self._inbox))
-        return waits and peer in self._peers
+        entry = self._peers.get(peer)
+        if entry is None or entry.lost:
+            return False
+        return peer in self._late or any(other == peer for other, _ in tuple(self._inbox))
 
     def wait(self, timeout: float) -> None:
         self._bell.wait(timeout, lambda: self._inbox or self._late or self._closed)

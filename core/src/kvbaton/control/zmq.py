@@ -499,7 +499,8 @@ class ZmqCoordinatorChannels:
 
     def unheard(self, peer: PeerId) -> bool:
         entry = self._peers.get(peer)
-        return entry is not None and (self._more or bool(entry.waiting))
+        # a loss is said behind all that was heard of it, however much others still say
+        return entry is not None and not entry.lost and (self._more or bool(entry.waiting))
 
     def wait(self, timeout: float) -> None:
         with self._exclusive:

@@ -55,7 +55,8 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
 ):
     """``table``: three columns of ``rows``.  The first ``wide`` are aligned; each of them is cut into ``per`` pieces of
     ``piece`` bytes, the last one maybe shorter or empty.  Where tiles have several rows, none of these is cut, and
-    ``piece`` is the longest; where they have one, ``wide`` is not 0.  None of the others has more than ``narrow`` bytes.
+    ``piece`` is the longest; where they have one, ``wide`` is not 0.  None of the others has more than ``narrow``
+    bytes.
 
     The first pieces of all runs come first, then the second ones: programs that run at the same time read different
     rows, because reads of one line of the host's memory wait for each other, a microsecond each.
