@@ -55,6 +55,25 @@ def asks_a_program(ends):
     ctypes.CDLL(None).pause()
 
 
+def writes_everywhere():
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\xff nothing\n")
+    yield "here"
+
+
+def starts_another(how):
+    """Which has the pipe as well, and knows nothing of it; as nvidia-smi would be where a driver is stuck."""
+    another = os.fork()
+    if not another:
+        time.sleep(600)
+    yield str(another)
+    if how == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "hangs":
+        ctypes.CDLL(None).pause()
+
+
 def says_what_it_finds():
     yield json.dumps([str(Path.cwd()), sys.path])
 
@@ -115,10 +134,13 @@ def test_one_that_hangs_is_left_and_is_gone():
 
 
 def gone(pid):
+    """Within a bound; it may still have to be waited for."""
     until = time.monotonic() + 30.0
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until, "it lives"
+            if time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+                pytest.fail("it lives")
             time.sleep(0.01)
 
 
@@ -131,11 +153,9 @@ def test_nor_is_a_program_left_that_it_has_started():
 def test_a_program_that_it_leaves_does_not_hide_its_end():
     with Apart(f"{HERE}:asks_a_program", "ends") as process:
         program = int(process.answer("it", 60.0))
-        try:
-            with pytest.raises(Gone, match=r"exit status 3"):
-                process.answer("it", 60.0)
-        finally:
-            os.kill(program, signal.SIGKILL)
+        with pytest.raises(Gone, match=r"exit status 3"):
+            process.answer("it", 60.0)
+    gone(program)
 
 
 def test_one_that_dies_is_told_with_the_signal():
@@ -143,6 +163,29 @@ def test_one_that_dies_is_told_with_the_signal():
         assert process.answer("it", 60.0) == "first"
         with pytest.raises(Gone, match=r"ended the process that asked it \(killed by SIGSEGV\)"):
             process.answer("it", 60.0)
+
+
+def test_what_is_no_answer_ends_it():
+    with Apart(f"{HERE}:writes_everywhere") as process:
+        with pytest.raises(Gone, match="wrote what is no answer"):
+            process.answer("it", 60.0)
+        gone(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("hangs", r"^did not answer"), ("dies", r"killed by SIGSEGV"), ("ends", r"exit status 0")],
+)
+def test_what_it_has_started_is_not_left_behind_and_is_not_taken_for_it(how, says):
+    with Apart(f"{HERE}:starts_another", how) as process:
+        another = int(process.answer("it", 60.0))
+        if how != "hangs":
+            gone(process.pid)
+        with pytest.raises(NoAnswer, match=says) as caught:
+            process.answer("it", SHORT)
+        assert isinstance(caught.value, Gone) == (how != "hangs")
+    assert not psutil.pid_exists(process.pid)
+    gone(another)
 
 
 def test_it_does_not_outlive_a_process_that_is_killed():
@@ -153,12 +196,14 @@ def test_it_does_not_outlive_a_process_that_is_killed():
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as asker:
         try:
-            pid = int(asker.stdout.readline().split()[0])
+            pid, another = map(int, asker.stdout.readline().split())
         finally:
             asker.kill()
     gone(pid)
+    gone(another)
 
 
 def answers_and_waits():
-    yield "here"
+    another = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield str(another.pid)
     ctypes.CDLL(None).pause()

@@ -111,7 +111,7 @@ class Apart:
     """A process that runs the function ``entry`` (``module:function``) with ``arguments``: texts, and it yields texts.
 
     It prints nothing, imports what this process would, and ends with it.  A context manager; its end leaves the process
-    neither running nor waited for, and where it still ran, nothing that it had started either.
+    neither running nor waited for, nor what it has started in its session, such as an nvidia-smi that hangs, too.
     """
 
     def __init__(self, entry: str, *arguments: str) -> None:
@@ -143,15 +143,22 @@ class Apart:
 
     def answer(self, what: str, seconds: float) -> str:
         """The next one, of ``what``.  Raises :class:`NoAnswer` after ``seconds``, :class:`Gone` where it has ended."""
-        if not _patiently(what, seconds, self._read):
+        # what it has started may hold the pipe open after its end
+        if not _patiently(what, seconds, self._read) and self._process.poll() is None:
             raise NoAnswer(f"did not answer within {seconds:g} s")
         line, newline, self._received = self._received.partition(b"\n")
         if newline:
-            text: str = json.loads(line)
+            try:
+                text: str = json.loads(line)
+            except ValueError:  # whoever writes into descriptors that are not its own
+                _kill_session(self.pid)
+                raise Gone("wrote what is no answer where answers are read") from None
             return text
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GONE)
         status = self._process.returncode
+        if status is not None:
+            _kill_session(self.pid)
         raise Gone(f"ended the process that asked it{'' if status is None else f' ({describe(status)})'}")
 
     def _read(self, seconds: float) -> bool:
@@ -169,13 +176,17 @@ class Apart:
         return True
 
     def _end(self) -> None:
-        if self._process.returncode is None:  # its number is ours until it was waited for
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)  # what it asks may be a program of its own, which hangs
+        if self._process.returncode is None:  # else its number may be another's by now
+            _kill_session(self.pid)
         try:
             self._process.wait(_GONE)
         except subprocess.TimeoutExpired:
             _left.append(self._process)
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(OSError):  # all gone
+        os.killpg(leader, signal.SIGKILL)
 
 
 _PROGRAM: Final = (
@@ -212,6 +223,7 @@ def _end_with(asker: int) -> None:
 
     def watch() -> None:
         poll.poll()
+        _kill_session(os.getpid())
         os._exit(1)
 
     threading.Thread(target=watch, name="kvbaton-asker", daemon=True).start()
