@@ -45,7 +45,7 @@ def judge(tmp_path: Path, *options: str) -> tuple[int, str]:
         sys.executable, "-m", "pytest", "--pyargs", "kvbaton_conformance.run", "-q", "-p", "no:cacheprovider", "-c",
         "/dev/null", "--rootdir", str(tmp_path), "--connector", NAMED, "--conformance-partial", *options,
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -282,7 +282,8 @@ class TransferConnector(Protocol):
         """Bounded work; what has happened since the last call.  The :data:`IDLE` singleton when nothing has.
 
         Each event is taken by itself.  One whose fields are not of their types is refused and told, and counts for
-        nothing: a chunk that it meant is awaited until its deadline (T5).
+        nothing: a chunk that it meant is awaited until its deadline (T5).  But an outcome that is none, or core's own,
+        ends its chunk, as failed, and proves neither side quiet.
         """
 
     def outstanding(self) -> int:
