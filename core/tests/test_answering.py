@@ -165,6 +165,36 @@ def test_one_that_dies_is_told_with_the_signal():
             process.answer("it", 60.0)
 
 
+@pytest.mark.parametrize("how", ["dies", "ends", "hangs"])
+def test_nobody_is_killed_whose_number_may_be_another_s(how, monkeypatch):
+    """Once a process was waited for, its number is anybody's."""
+    killed, kill = [], os.killpg
+
+    def killpg(number, signum):
+        killed.append(os.waitid(os.P_PID, number, os.WEXITED | os.WNOHANG | os.WNOWAIT))  # raises where it is nobody's
+        kill(number, signum)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    with Apart(f"{HERE}:starts_another", how) as process:
+        another = int(process.answer("it", 60.0))
+        if how != "hangs":
+            gone(process.pid)
+        for _ in range(2):
+            with pytest.raises(NoAnswer):
+                process.answer("it", SHORT)
+    assert len(killed) == 1
+    gone(another)
+
+
+def test_where_the_system_waits_for_children_it_ends_too():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Apart(f"{HERE}:answers") as process, pytest.raises(Gone):
+            process.answer("it", 60.0)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_what_is_no_answer_ends_it():
     with Apart(f"{HERE}:writes_everywhere") as process:
         with pytest.raises(Gone, match="wrote what is no answer"):

@@ -144,21 +144,20 @@ class Apart:
     def answer(self, what: str, seconds: float) -> str:
         """The next one, of ``what``.  Raises :class:`NoAnswer` after ``seconds``, :class:`Gone` where it has ended."""
         # what it has started may hold the pipe open after its end
-        if not _patiently(what, seconds, self._read) and self._process.poll() is None:
+        if not _patiently(what, seconds, self._read) and not self._ended(0.0):
             raise NoAnswer(f"did not answer within {seconds:g} s")
         line, newline, self._received = self._received.partition(b"\n")
         if newline:
             try:
                 text: str = json.loads(line)
             except ValueError:  # whoever writes into descriptors that are not its own
-                _kill_session(self.pid)
+                self._kill()
                 raise Gone("wrote what is no answer where answers are read") from None
             return text
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GONE)
-        status = self._process.returncode
-        if status is not None:
-            _kill_session(self.pid)
+        status = None
+        if self._ended(_GONE):
+            self._kill()
+            status = self._process.wait()
         raise Gone(f"ended the process that asked it{'' if status is None else f' ({describe(status)})'}")
 
     def _read(self, seconds: float) -> bool:
@@ -175,9 +174,28 @@ class Apart:
             self._received += read
         return True
 
-    def _end(self) -> None:
-        if self._process.returncode is None:  # else its number may be another's by now
+    def _ended(self, seconds: float) -> bool:
+        """Whether it has within so long; it is not waited for in the system's sense, which would free its number."""
+        until = time.monotonic() + seconds
+        while self._process.returncode is None:
+            try:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    return True
+            except ChildProcessError:  # the system waits for it, where this process ignores SIGCHLD
+                self._process.poll()
+                continue
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def _kill(self) -> None:
+        """It and what it has started, unless it was waited for: its number may be another's by now."""
+        if self._process.returncode is None:
             _kill_session(self.pid)
+
+    def _end(self) -> None:
+        self._kill()
         try:
             self._process.wait(_GONE)
         except subprocess.TimeoutExpired:
