@@ -197,6 +197,13 @@ def test_a_device_that_is_not_there_is_absent_hardware(monkeypatch: pytest.Monke
     assert "memory: cuda, devices 1,0" in subject.header()[2]
 
 
+def test_the_command_of_exits_advises_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        exits.main(["--transport", "loopback", "--memory", "cuda"])
+    assert ended.value.code == 2
+    assert "cuda memory is asked for: judge it on host memory (--memory host)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("devices", "said"),
     [

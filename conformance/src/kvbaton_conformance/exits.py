@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> object:
         if given.devices is not None and given.memory != "cuda":
             raise SubjectRefused(f"--devices {given.devices}: it goes with --memory cuda")
         reference = Reference(given.transport)
-        subject = resolve(given.transport, options, reference, given.transport, given.memory, chosen)
+        subject = resolve(given.transport, options, reference, given.transport, given.memory, chosen, "--memory")
     except (KvbatonError, SubjectRefused) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -155,20 +155,18 @@ def instance(named: Any) -> Any:
 
 def resolve(
     named: Any, options: Mapping[str, Any], reference: Reference, title: str, memory: MemoryKind = "host",
-    devices: Sequence[int] = DEFAULT,
+    devices: Sequence[int] = DEFAULT, flag: str = "--connector-memory",
 ) -> Subject:  # fmt: skip
     """The subject behind a name, an object or a factory, with its ends' memory of one kind.
 
-    ``devices``: where that is ``cuda``, those that the ends lie on in turn.
+    ``devices``: where that is ``cuda``, those that the ends lie on in turn.  ``flag``: by which whoever asked names the
+    kind.
 
     Raises :class:`SubjectRefused`.
     """
     from kvbaton.plugins import Remedies, choose_connector
 
-    remedies = Remedies(
-        host="judge it on host memory (--connector-memory host)",
-        cuda="judge it on device memory (--connector-memory cuda)",
-    )
+    remedies = Remedies(host=f"judge it on host memory ({flag} host)", cuda=f"judge it on device memory ({flag} cuda)")
     try:
         chosen = instance(named)
     except Exception as error:
