@@ -313,6 +313,26 @@ def test_a_command_ends_too_where_stderr_is_closed(stuck):
     assert subprocess.run(words, env=stuck, stdout=subprocess.DEVNULL, timeout=120).returncode == 2
 
 
+def test_a_bug_ends_a_command_too_and_keeps_its_traceback():
+    program = """
+import atexit, ctypes
+from kvbaton import answering, cli
+pause = atexit.register(ctypes.CDLL(None).pause)
+try:
+    answering.of_thread("it", pause, 0.2)
+except answering.NoAnswer:
+    pass
+def bug():
+    raise RuntimeError("of kvbaton's own")
+cli._run = bug
+cli.main()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("Traceback")
+    assert ran.stderr.endswith("RuntimeError: of kvbaton's own\n")
+
+
 @pytest.mark.parametrize("words", ["lanes a-stuck", f"run {SCRIPTED} --prompt x --transport a-stuck"])
 def test_ctrl_c_ends_a_command_that_waits_for_an_answer(stuck, words):
     program = "from kvbaton.cli import main; main()"

@@ -22,6 +22,11 @@ def main() -> None:
     except KeyboardInterrupt:  # while it was still being loaded, or at its very end
         print("kvbaton: interrupted", file=sys.stderr)
         _leave(130)
+    except Exception:  # a bug, which keeps its traceback
+        if not _hangs():
+            raise
+        sys.excepthook(*sys.exc_info())
+        _leave(1)
 
 
 def _run() -> None:
@@ -60,9 +65,14 @@ def _run() -> None:
     _leave(status)
 
 
-def _leave(status: object) -> NoReturn:
+def _hangs() -> bool:
+    """Whether something that was asked has not come back: what its library does at an exit may wait for it."""
     answering = sys.modules.get("kvbaton.answering")
-    if answering is not None and answering.hanging():  # what its library does at an exit may wait for it
+    return answering is not None and bool(answering.hanging())
+
+
+def _leave(status: object) -> NoReturn:
+    if _hangs():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # None where it is closed; and nobody is left to hear of it
                 stream.flush()
