@@ -436,3 +436,24 @@ def test_closing_gives_every_event_back_also_where_the_device_has_failed():
     events.close()
     events.close()
     assert sorted(device.forgotten) == sorted(device.reached_events)
+
+
+@pytest.mark.clause("T3", "C6.1")
+def test_who_is_interrupted_once_all_was_started_keeps_the_table_too(device, memory):
+    """The last moment of a start: the device reads the table from now on, whatever becomes of who has started it."""
+    ours = opened(device)
+
+    class Interrupted(deque):
+        def append(self, _):
+            raise KeyboardInterrupt
+
+    ours._busy = Interrupted()
+    runs = ours.room(1)
+    runs[:] = runs_of(memory, [2])
+    with pytest.raises(KeyboardInterrupt):
+        ours.start(runs)
+    ours._busy = deque()
+    assert [table.runs is runs for table in ours._adrift] == [True]
+    assert len(tables_of(ours)) == 3
+    moves_on(ours, device, memory)
+    assert np.array_equal(memory[1][128:192], memory[0][128:192])

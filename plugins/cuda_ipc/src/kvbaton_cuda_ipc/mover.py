@@ -210,6 +210,10 @@ class DeviceMover:
                 self._by_kernel(runs, longest, stream)
                 launched = True
             event = self._events.record(stream)
+            if launched:
+                assert self._given is not None
+                self._busy.append((self._given, event))
+                self._given = None
         except BaseException as error:
             # whatever has failed, the device may read the table, until it has said that it does nothing any more
             table, self._given = self._given, None
@@ -222,10 +226,6 @@ class DeviceMover:
             if table is not None:
                 self._free.append(self._adrift.pop())
             raise
-        if launched:
-            table, self._given = self._given, None
-            assert table is not None
-            self._busy.append((table, event))
         return event
 
     def _by_engine(self, runs: Table, stream: int) -> Table:
