@@ -343,6 +343,33 @@ def test_a_probe_that_raises_is_the_plugins_fault():
     assert isinstance(error.__cause__, OSError)
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "returned a NoneType and no Availability"),
+        ("yes", "returned a str and no Availability"),
+        (Availability(True, capabilities="all"), "capabilities are a str and no Capabilities"),
+        (Availability(True, capabilities=Capabilities(quiet="always")), "quiet is 'always' and none of exact, "),
+        (Availability(False, reason=b"no"), "reason is a bytes and no str"),
+        (Availability(False, remedy=7), "remedy is a int and no str"),
+    ],
+    ids=["nothing", "text", "capabilities", "quiet", "reason", "remedy"],
+)
+def test_a_probe_that_answers_with_what_is_no_answer_is_the_plugins_fault(installed, caplog, answer, says):
+    error = refusal(PluginBroken, Plain(answer), Need())
+    assert "its probe is wrong: " in str(error)
+    assert says in str(error)
+    # and it keeps nobody from another
+    installed.connector("a-wrong")
+    plugin, _ = choose_connector("a-wrong", Need())
+    plugin.probe = lambda need: answer
+    installed.connector("near")
+    with caplog.at_level(logging.INFO, "kvbaton"):
+        assert choose_connector("auto", Need())[0].name == "near"
+    assert says in caplog.text
+    assert [says in row.reason for row in list_plugins() if row.name == "a-wrong"] == [True]
+
+
 # -- auto --------------------------------------------------------------------------------------------------------------
 
 

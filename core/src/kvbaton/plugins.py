@@ -486,7 +486,6 @@ def _probe(loaded: _Loaded, need: Need) -> Availability:
         raise _mute[loaded.key].refusal(f"transport {loaded}", loaded.name)
     try:
         answer: Availability = of_thread(f"transport {loaded}", lambda: loaded.plugin.probe(need), PATIENCE)
-        return answer
     except NoAnswer as error:
         _mute[loaded.key] = _Mute.after(error, loaded.plugin)
         raise _mute[loaded.key].refusal(f"transport {loaded}", loaded.name) from error
@@ -495,6 +494,27 @@ def _probe(loaded: _Loaded, need: Need) -> Availability:
             f"transport {loaded}: its probe failed, which it must never do: {type(error).__name__}: {error}",
             name=loaded.name, distribution=loaded.source or None,
         ) from error  # fmt: skip
+    if wrong := _wrong(answer):
+        raise PluginBroken(
+            f"transport {loaded}: its probe is wrong: {wrong}", name=loaded.name, distribution=loaded.source or None
+        )
+    return answer
+
+
+def _wrong(answer: object) -> str:
+    """Why this is no answer of a probe; empty where it is one."""
+    if not isinstance(answer, Availability):
+        return f"it returned a {type(answer).__name__} and no Availability"
+    for name in ("reason", "remedy"):
+        text = getattr(answer, name)
+        if text is not None and not isinstance(text, str):
+            return f"{name} is a {type(text).__name__} and no str"
+    able: object = answer.capabilities
+    if able is None:
+        return ""
+    if not isinstance(able, Capabilities):
+        return f"capabilities are a {type(able).__name__} and no Capabilities"
+    return "" if able.quiet in tuple(_QUIET) else f"quiet is {able.quiet!r} and none of {', '.join(_QUIET)}"
 
 
 def _ask_apart(entries: Sequence[EntryPoint]) -> None:
