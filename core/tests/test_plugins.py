@@ -274,11 +274,11 @@ class Instance:
     api_version = API_VERSION
     Options: type[BaseModel] = Lax
 
-    def __init__(self, answer: Availability | Exception) -> None:
+    def __init__(self, answer: Availability | BaseException) -> None:
         self.answer = answer
 
     def probe(self, need):
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -337,10 +337,11 @@ def test_what_is_not_reached_or_not_moved():
     assert "use host memory (no stages.devices) or choose another transport" in str(error)
 
 
-def test_a_probe_that_raises_is_the_plugins_fault():
-    error = refusal(PluginBroken, Plain(OSError("no such device")), Need())
-    assert "its probe failed, which it must never do: OSError: no such device" in str(error)
-    assert isinstance(error.__cause__, OSError)
+@pytest.mark.parametrize("raised", [OSError("no such device"), SystemExit("no such device")])
+def test_a_probe_that_raises_is_the_plugins_fault(raised):
+    error = refusal(PluginBroken, Plain(raised), Need())
+    assert f"its probe failed, which it must never do: {type(raised).__name__}: no such device" in str(error)
+    assert error.__cause__ is raised
 
 
 @pytest.mark.parametrize(

@@ -489,7 +489,7 @@ def _probe(loaded: _Loaded, need: Need) -> Availability:
     except NoAnswer as error:
         _mute[loaded.key] = _Mute.after(error, loaded.plugin)
         raise _mute[loaded.key].refusal(f"transport {loaded}", loaded.name) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginBroken(
             f"transport {loaded}: its probe failed, which it must never do: {type(error).__name__}: {error}",
             name=loaded.name, distribution=loaded.source or None,
