@@ -165,6 +165,8 @@ def test_every_byte_comes_however_far_the_device_is_behind(device, memory, seed,
             runs[:] = 0  # the caller's again
         for _ in range(draw.randrange(6)):
             device.step(draw.choice((1, 2)))
+        for event in draw.sample(events, draw.randrange(min(len(events), 4) + 1)):
+            event.query()
     device.finish()
     assert all(event.query() for event in events)
     moved = len(source) // length * length
@@ -184,6 +186,22 @@ def test_a_table_is_used_again_once_its_launch_is_over(device, memory):
         device.finish()
     assert ours.figures()["tables"] == 3
     assert len(device.reached_events) <= 3
+
+
+@pytest.mark.clause("T12")
+def test_of_launches_that_were_seen_to_be_over_nothing_is_kept(device, memory):
+    """Else records grow until every table has been used once, and each start writes one that no cache holds."""
+    ours = opened(device)
+    used = set()
+    for number in range(50):
+        runs = ours.room(1)
+        runs[:] = runs_of(memory, [number])
+        used.add(runs.ctypes.data)
+        event = ours.start(runs)
+        device.finish()
+        assert event.query()
+        assert len(ours._busy) == 1
+    assert len(used) == 1
 
 
 @pytest.mark.clause("T3")

@@ -101,6 +101,11 @@ class _Recorded:
         self._events = events
         self._handle: int | None = handle
 
+    @property
+    def seen(self) -> bool:
+        """Whether a query has said that it is over; the device is not asked."""
+        return self._handle is None
+
     def query(self) -> bool:
         handle = self._handle
         if handle is None:
@@ -127,7 +132,7 @@ class Events:
         self._free: list[int] = []
         self._closed = False
 
-    def record(self, stream: int) -> DeviceEvent:
+    def record(self, stream: int) -> _Recorded:
         """Behind all that is in the stream."""
         free = self._free
         if not free:
@@ -180,7 +185,7 @@ class DeviceMover:
         self._events = Events(cuda)
         self._plan = scatter.plan
         self._free: list[_Table] = []
-        self._busy: deque[tuple[_Table, DeviceEvent]] = deque()
+        self._busy: deque[tuple[_Table, _Recorded]] = deque()
         #: Given to be written, and not started.
         self._given: _Table | None = None
         #: Of launches of which the device does not say whether they are over: kept, and never used again (C6.1).
@@ -259,6 +264,9 @@ class DeviceMover:
             self._free.append(table)
 
     def _take(self, rows: int) -> _Table:
+        # those whose launches somebody has seen to be over come first: few are in use, and these are in the caches
+        while self._busy and self._busy[0][1].seen:
+            self._free.append(self._busy.popleft()[0])
         if not self._free:
             while self._busy and self._busy[0][1].query():
                 self._free.append(self._busy.popleft()[0])
