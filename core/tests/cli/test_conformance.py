@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,26 @@ def test_a_device_that_is_not_there_is_one_line(kvbaton, monkeypatch):
     assert result.exit_code == 2
     assert "--devices 0,1: there is no CUDA device 1, because this process sees 1, numbered from 0" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_no_verdict_although_the_run_still_writes_one(kvbaton, monkeypatch):
+    class Interrupted:
+        """pytest, which has ended its tests and written what it had."""
+
+        def __init__(self, command, **_):
+            report = Path(command[command.index("--conformance-report") + 1])
+            (report / "conformance.json").write_text('{"conforms": false, "tried": 7, "partial": false}')
+            self._asked = 0
+
+        def wait(self):
+            self._asked += 1
+            if self._asked == 1:
+                raise KeyboardInterrupt
+            return 1
+
+    monkeypatch.setattr("kvbaton.cli.conformance.subprocess.Popen", Interrupted)
+    result = kvbaton("conformance", "loopback", *PART)
+    assert (result.exit_code, result.stderr) == (130, "kvbaton: interrupted\n")
 
 
 def test_without_the_kit_it_says_how_to_get_it(kvbaton, monkeypatch):

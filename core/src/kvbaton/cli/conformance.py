@@ -80,7 +80,7 @@ def judge(order: Order) -> int:
     """Run the suite and say the verdict.
 
     The exit status: 0 conforms; 1 does not; 2 there was nothing to judge; 3 no verdict, because only a part was looked
-    at and nothing in it failed, which is 0 where ``order.partial`` says that this is meant.
+    at and nothing in it failed, which is 0 where ``order.partial`` says that this is meant; 130 after Ctrl-C.
 
     Raises :class:`~kvbaton.errors.ConfigurationError` where the kit is not installed or the connector cannot be chosen.
     """
@@ -109,9 +109,11 @@ def judge(order: Order) -> int:
             pass_fds=(private.lock,),  # so that the folder is in use for as long as it runs
         )  # fmt: skip
         status = _wait(process)
+        if status == INTERRUPTED:
+            say("interrupted")  # what was not tried has not failed, whatever was still written
+            return INTERRUPTED
         if not verdict_file.is_file():
-            # it ended before there was a verdict; pytest has said why
-            return INTERRUPTED if status == INTERRUPTED else BAD_INPUT
+            return BAD_INPUT  # it ended before there was a verdict; pytest has said why
         verdict = json.loads(verdict_file.read_text(encoding="utf-8"))
     if order.report is not None:
         print(f"report: {order.report / 'conformance.html'}")
