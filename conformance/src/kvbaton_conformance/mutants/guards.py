@@ -156,6 +156,6 @@ add("a-malformed-event-swallows-other-kinds", "what no completion is costs the r
          "            self._on_completions(completions, self._clock())\n"
          "            if not all(type(one) is Completion for one in completions):\n                return\n"))  # fmt: skip
 add("anything-proves-quiet", "whatever is true proves a side quiet", "T5 C6.1",
-    edit(G._on_completions, "    _check_completion(completion, source, target, error)\n", "    pass\n"))  # fmt: skip
+    edit(G._on_completions, "    _check_completion(completion, sequence, source, target, error)\n", "    pass\n"))  # fmt: skip
 add("rubbish-is-told-each-time", "each malformed event is a fault", "T12 C6.3",
     edit(G._refuse, "if count < self._malformed_told_at or self._malformed_in == self._pass:", "if False:"))  # fmt: skip
