@@ -39,7 +39,11 @@ class Abstract(LoopbackPlugin):
 class NoPlugin:
     name = "no_plugin"
 
-refuses, half, abstract, no_plugin = Refuses(), HalfWritten(), Abstract(), NoPlugin()
+class Hollow(LoopbackPlugin):
+    name = "hollow"
+    def open(self, options, context): ...
+
+refuses, half, abstract, no_plugin, hollow = Refuses(), HalfWritten(), Abstract(), NoPlugin(), Hollow()
 """
 
 #: Connector as it is named, what must be said.
@@ -51,6 +55,7 @@ REFUSED = {
     "no-plugin": ("transports:no_plugin", "no_plugin"),
     "probe-says-no": ("transports:refuses", "there is no such device here"),
     "half-written": ("transports:half", "is half written: Written has no metadata, connect, disconnect, submit, poll"),
+    "hollow": ("transports:hollow", "its open() returned None, not a connector"),
     "abstract": ("transports:abstract", "cannot be opened, although its probe says that it is usable: TypeError"),
 }
 

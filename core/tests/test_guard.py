@@ -34,6 +34,7 @@ from kvbaton.errors import (
     LocalProtocolError,
     Outstanding,
     PeerLost,
+    PluginBroken,
     QuarantineFull,
     RegistrationError,
     SegmentError,
@@ -252,6 +253,36 @@ def test_an_endpoint_that_is_too_large_is_an_error_here_and_not_at_the_peer():
     guard.register([])
     with pytest.raises(TransportError, match="at most 65536"):
         guard.endpoint()
+
+
+@pytest.mark.clause("T2")
+@pytest.mark.parametrize(
+    ("metadata", "kind"), [("text", "str"), (None, "NoneType"), (bytearray(b"x"), "bytearray"), ([1], "list")]
+)
+def test_metadata_that_is_not_bytes_is_an_error_here_and_not_at_the_peer(metadata, kind):
+    plugin = ScriptedConnector()
+    plugin.metadata = lambda: metadata
+    guard = GuardedConnector(plugin, transport="scripted", version="1", peer=ME)
+    guard.register([])
+    with pytest.raises(TransportError, match=rf"^T2: transport scripted: metadata\(\) returned {kind}, not bytes"):
+        guard.endpoint()
+
+
+@pytest.mark.parametrize(
+    ("opened", "says"),
+    [
+        (None, "open() returned None, not a connector: it must return a kvbaton.connector.TransferConnector"),
+        (object(), "open() returned object, not a connector: it has no register, metadata, connect, "),
+        (ScriptedConnector, "open() returned the class ScriptedConnector, not a connector: return an instance of it"),
+        (SimpleNamespace(**dict.fromkeys(
+            ("register", "metadata", "connect", "disconnect", "submit", "poll", "outstanding", "close"), print
+        )), "open() returned SimpleNamespace, not a connector: its capabilities are NoneType, not Capabilities"),
+    ],
+)  # fmt: skip
+def test_what_is_no_connector_is_refused_before_anything_is_asked_of_it(opened, says):
+    with pytest.raises(PluginBroken) as refused:
+        GuardedConnector(opened, transport="hollow", version="1", peer=ME)
+    assert str(refused.value).startswith(f"transport hollow: {says}")
 
 
 # -- handshake, epochs -----------------------------------------------------------------------------------------------

@@ -277,6 +277,29 @@ def test_a_stage_that_cannot_start_stops_the_others(monkeypatch: pytest.MonkeyPa
     assert not [thread for thread in set(threading.enumerate()) - before if "kvbaton" in thread.name]
 
 
+@pytest.mark.clause("T2")
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("metadata", r"-0: T2: transport loopback: metadata\(\) returned str, not bytes"),
+        ("open", r"-0: transport loopback: open\(\) returned None, not a connector"),
+    ],
+)
+def test_a_wrong_connector_ends_the_start_at_once_and_is_named(
+    wrong: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_connector = loopback.open
+
+    def opened(*arguments: Any) -> Any:
+        connector = open_connector(*arguments)
+        monkeypatch.setattr(type(connector), "metadata", lambda self: "text")
+        return connector if wrong == "metadata" else None
+
+    monkeypatch.setattr(loopback, "open", opened)
+    with pytest.raises(StartupError, match=says):
+        PDRuntime.start(settings(deadline__startup=100))
+
+
 @pytest.mark.clause("C6.7")
 def test_start_up_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()

@@ -228,6 +228,11 @@ def _capabilities(plugin: ConnectorPlugin, options: Any, title: str, device: int
             f"connector {title} cannot be opened, although its probe says that it is usable:"
             f" {type(error).__name__}: {error}"
         ) from error
+    if connector is None:
+        raise SubjectRefused(
+            f"connector {title}: its open() returned None, not a connector: it must return a"
+            " kvbaton.connector.TransferConnector"
+        )
     missing = [name for name in METHODS if not callable(getattr(connector, name, None))]
     if missing:
         raise SubjectRefused(

@@ -68,6 +68,7 @@ from kvbaton.errors import (
     LocalProtocolError,
     Outstanding,
     PeerLost,
+    PluginBroken,
     QuarantineFull,
     RegistrationError,
     SegmentError,
@@ -113,6 +114,8 @@ _DONE, _TIMED_OUT = Outcome.DONE, Outcome.TIMED_OUT
 class GuardedConnector:
     """A connector that a stage can trust.
 
+    Raises :class:`~kvbaton.errors.PluginBroken` where ``connector``, which a plugin's ``open`` returned, is none.
+
     ``transport``, ``version``, ``peer`` and ``geometry`` (encoded, or empty where a test has none) are what the peer
     is told and compared with.  ``connect_deadline`` bounds both connecting and disconnecting, ``chunk_deadline`` each
     chunk; seconds of ``clock``, which only grows.
@@ -136,6 +139,8 @@ class GuardedConnector:
         chunk_deadline: float = 30.0,
         clock: Clock = time.monotonic,
     ) -> None:
+        if wrong := _no_connector(connector):
+            raise PluginBroken(f"transport {transport}: {wrong}", name=transport, distribution=None)
         self.peer = peer
         self._connector = connector
         self._transport = transport
@@ -307,6 +312,11 @@ class GuardedConnector:
             raise
         except Exception as error:
             raise TransportError(f"T2: {self._transport} has no metadata: {_text(error)}") from error
+        if type(metadata) is not bytes:  # the peer would not take it for an endpoint, and would wait
+            raise TransportError(
+                f"T2: transport {self._transport}: metadata() returned {type(metadata).__name__}, not bytes",
+                transport=self._transport,
+            )
         infos = tuple(RegionInfo(region.id, region.kind, region.length) for region in self._regions)
         endpoint = Endpoint(self._transport, self._version, self.peer, infos, self._geometry, metadata)
         size = len(endpoint.encode())
@@ -1150,6 +1160,28 @@ def _told(error: Exception | None) -> Exception | None:
 
 def _what(chunk: Chunk) -> str:
     return f"chunk {chunk.sequence} of transfer {chunk.transfer}"
+
+
+# -- is it a connector? ------------------------------------------------------------------------------------------------
+
+#: What every connector is asked; the rest only where it declares it, or has from ``ConnectorBase``.
+_ASKED = ("register", "metadata", "connect", "disconnect", "submit", "poll", "outstanding", "close")
+
+
+def _no_connector(opened: object) -> str:
+    """Why what ``open()`` returned is no connector; empty where it is one."""
+    if isinstance(opened, type):
+        return f"open() returned the class {opened.__name__}, not a connector: return an instance of it"
+    shown = "None" if opened is None else type(opened).__name__
+    said = f"open() returned {shown}, not a connector"
+    if opened is None:
+        return f"{said}: it must return a kvbaton.connector.TransferConnector"
+    if missing := [name for name in _ASKED if not callable(getattr(opened, name, None))]:
+        return f"{said}: it has no {', '.join(missing)}"
+    able = getattr(opened, "capabilities", None)
+    if not isinstance(able, Capabilities):
+        return f"{said}: its capabilities are {type(able).__name__}, not Capabilities"
+    return ""
 
 
 # -- is it an event?  Each raises TypeError where it is not ------------------------------------------------------------

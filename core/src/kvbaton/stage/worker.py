@@ -6,6 +6,7 @@ reason, so that the application can say it in one line.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -138,8 +139,10 @@ def open_guard(
     try:
         allocated = guard.capabilities.memory_origin == "allocated"
         guard.register(engine.regions(guard.allocate if allocated else None))
+        guard.endpoint()  # one that cannot be announced is refused here, in one line (T2)
     except BaseException:
-        guard.close()
+        with contextlib.suppress(Exception):  # that is not what went wrong
+            guard.close()
         raise
     guard.detach()
     return guard
