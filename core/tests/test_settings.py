@@ -152,12 +152,14 @@ def test_devices_are_one_per_stage():
 def test_whoever_writes_the_cpu_for_a_device_is_told_how_to_say_host_memory(said):
     told = str(fault(None, {"model": "m", "stages.devices": said}))
     assert "stages.devices" in told
-    assert "for host memory leave stages.devices out altogether" in told
+    assert ": must be numbers of CUDA devices, such as 0,1; for host memory leave stages.devices out altogether" in told
     assert "more)" not in told
 
 
 def test_a_framework_s_name_for_a_device_is_told_as_its_number():
-    assert "write 0,1" in str(fault(None, {"model": "m", "stages.devices": "cuda:0,GPU1"}))
+    assert ": must be numbers of CUDA devices: write 0,1" in str(
+        fault(None, {"model": "m", "stages.devices": "cuda:0,GPU1"})
+    )
 
 
 def test_a_chunk_that_could_never_be_sent_is_refused():
@@ -258,7 +260,13 @@ def test_an_unknown_flag_key_is_refused():
             "must be one of 'auto', 'inproc', 'process' or 'remote'. Did you mean \"process\"?",
         ),
         ("model", "", "must not be empty"),
-        ("transport", "nixl", "is a table of settings, not a single value"),
+        ("transport", "nixl", "is a table of settings, not a single value; did you mean transport.name=nixl?"),
+        (
+            "engine",
+            "transformers",
+            "is a table of settings, not a single value; did you mean engine.name=transformers?",
+        ),
+        ("stages", "2", "is a table of settings, not a single value; give them one by one: stages.NAME=VALUE"),
         ("transport.options", "x", "is a table of settings, not a single value"),
         ("pump.idle_min", 1, "idle_min (1.0) is larger than idle_max (0.0005)"),
     ],

@@ -55,12 +55,12 @@ def _devices(value: object) -> object:
     if all(isinstance(part, str) and _NO_DEVICE.fullmatch(part) for part in given):
         raise PydanticCustomError(
             "devices",
-            "are numbers of CUDA devices, such as 0,1: for host memory leave stages.devices out altogether",
+            "must be numbers of CUDA devices, such as 0,1; for host memory leave stages.devices out altogether",
         )
     numbers = [_NAMED_DEVICE.fullmatch(part) if isinstance(part, str) else None for part in given]
     if all(numbers):
         meant = ",".join(found[1] for found in numbers if found)
-        raise PydanticCustomError("devices", "are numbers of CUDA devices: write {meant}", {"meant": meant})
+        raise PydanticCustomError("devices", "must be numbers of CUDA devices: write {meant}", {"meant": meant})
     return given
 
 
@@ -701,8 +701,20 @@ def _explained(error: ValidationError, given: Mapping[tuple[str, ...], _Given]) 
     shown = "" if isinstance(value, (BaseModel, Mapping)) else f" = {_shown(value)}"
     if not key:  # of settings that contradict each other, and that may come from anywhere
         return SettingsError(f"{reason_of(fault)}{more}", key="", origin=None)
-    message = f"{_place(origin)}{'.'.join(key)}{shown}: {reason_of(fault)}{more}"
+    reason = _meant_name(key, value) or reason_of(fault)
+    message = f"{_place(origin)}{'.'.join(key)}{shown}: {reason}{more}"
     return SettingsError(message, key=".".join(key), origin=origin)
+
+
+def _meant_name(key: tuple[str, ...], value: object) -> str:
+    """Of ``transport=nixl``, which means the ``name`` in that section; empty for what else is wrong."""
+    section = Settings.model_fields.get(key[0]) if len(key) == 1 else None
+    inside = section.annotation if section else None
+    if not (isinstance(inside, type) and issubclass(inside, BaseModel) and "name" in inside.model_fields):
+        return ""
+    if not (isinstance(value, str) and re.fullmatch(r"[\w.:-]+", value)):
+        return ""
+    return f"is a table of settings, not a single value; did you mean {key[0]}.name={value}?"
 
 
 def _origin_of(key: tuple[str, ...], given: Mapping[tuple[str, ...], _Given]) -> Origin:

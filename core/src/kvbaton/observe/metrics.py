@@ -151,7 +151,7 @@ class Metrics(Collector):
         except (OSError, ValueError, OverflowError) as error:
             raise SettingsError(
                 f"metrics.listen: cannot listen at {address}: {error}. Choose an address of this host and a port that"
-                " nobody uses, such as 127.0.0.1:9400, or port 0 for any that is free",
+                " nobody uses, or port 0 for any that is free",
                 key="metrics.listen", origin=None,
             ) from error  # fmt: skip
         shown = f"[{host}]" if ":" in host else host
