@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -103,6 +104,27 @@ def test_a_call_that_hangs_is_given_up_with_the_line_where_it_was():
         of_thread("it", over.wait, SHORT)
     assert hanging()
     over.set()
+
+
+@pytest.mark.parametrize(
+    ("file", "module"),
+    [
+        ("hang_at_all/__init__.py", "hang_at_all"),
+        ("hang_in/part.py", "hang_in.part"),
+        ("hangs_alone.py", "hangs_alone"),
+    ],
+)
+def test_the_line_is_that_of_whoever_called_the_standard_library_with_its_package(file, module, tmp_path, monkeypatch):
+    written = tmp_path / file
+    written.parent.mkdir(exist_ok=True)
+    written.write_text("import threading\nover = threading.Event()\ndef ask():\n    over.wait()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = importlib.import_module(module)
+    with pytest.raises(NoAnswer) as given_up:
+        of_thread("it", asked.ask, SHORT)
+    asked.over.set()
+    del sys.modules[module]
+    assert str(given_up.value) == f"did not answer within 0.3 s ({file}, line 4, in ask)"
 
 
 # -- of a process ------------------------------------------------------------------------------------------------------

@@ -575,8 +575,14 @@ def hanging_connector(installed, name, how):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
-    """With what is called stuck, and with nothing else."""
+def no_driver(monkeypatch):
+    monkeypatch.setattr(plugins.cuda, "present", lambda: False)
+    return monkeypatch
+
+
+@pytest.fixture
+def impatient(monkeypatch, no_driver):
+    """With what is called stuck, and with nothing else; on a machine without a driver."""
 
     class Impatient(plugins.Apart):
         def answer(self, what, seconds):
@@ -597,12 +603,12 @@ def test_a_plugin_that_does_not_answer_is_a_row_that_says_so_and_the_others_are_
     rows = {row.name: row for row in list_plugins()}
     assert [rows[name].available for name in ("a-stuck", "near")] == [False, True]
     assert rows["a-stuck"].reason == "did not answer within 0.2 s"
-    assert rows["a-stuck"].remedy.startswith("if nvidia-smi does not answer either")
+    assert rows["a-stuck"].remedy == "name another transport (transport.name), or uninstall dist-a-stuck"
     # and from then on nobody here asks it again
     error = refusal(PluginUnavailable, "a-stuck", Need())
     assert module not in sys.modules
     assert "a-stuck" in str(error)
-    assert "did not answer within 0.2 s: if nvidia-smi does not answer either" in str(error)
+    assert "did not answer within 0.2 s: name another transport (transport.name), or uninstall dist-" in str(error)
     assert not {row.name: row for row in list_plugins()}["a-stuck"].available
 
 
@@ -630,7 +636,28 @@ def test_auto_passes_over_one_that_does_not_answer(installed, caplog):
     with caplog.at_level(logging.INFO, "kvbaton"):
         assert choose_connector("auto", Need())[0].name == "near"
     assert "a-stuck (dist-a-stuck 1.2) did not answer within 0.2 s (" in caplog.text
-    assert "in probe): if nvidia-smi does not answer either" in caplog.text
+    assert "in probe): name another transport (transport.name), or uninstall dist-a-stuck" in caplog.text
+    assert "nvidia-smi" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("group", "source", "says"),
+    [
+        (plugins.CONNECTORS, "third 1.0", "name another transport (transport.name), or uninstall third"),
+        (plugins.CONNECTORS, "", "name another transport (transport.name)"),
+        (plugins.CONNECTORS, "an unknown distribution", "name another transport (transport.name)"),
+        (plugins.ENGINES, "third 1.0", "name another engine (engine.name), or uninstall third"),
+        (plugins.HOOKS_GROUP, "third 1.0", "uninstall third"),
+        (plugins.HOOKS_GROUP, "an unknown distribution", "remove it"),
+    ],
+)
+def test_what_to_do_about_one_that_hangs_is_about_a_driver_only_where_there_is_one(group, source, says, no_driver):
+    after = plugins._Mute.after
+    assert after(plugins.NoAnswer("did not answer"), group, source).remedy == says
+    no_driver.setattr(plugins.cuda, "present", lambda: True)
+    assert after(plugins.NoAnswer("did not answer"), group, source).remedy == (
+        f"{says}; if nvidia-smi does not answer either, the GPU's driver is stuck, and the machine has to be restarted"
+    )
 
 
 @pytest.mark.usefixtures("impatient")

@@ -16,10 +16,12 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Final, TypeVar
 
 from kvbaton.launch.exit_status import describe
@@ -86,12 +88,34 @@ def hanging() -> bool:
     return any(thread.is_alive() for thread in _hanging)
 
 
+#: Where the standard library is, which is where much hangs and little is wrong.
+_LIBRARY: Final = Path(sysconfig.get_path("stdlib"))
+
+
 def _place(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
+    """The line where it is, of whoever called the standard library, with the package's path."""
+    innermost = frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and _of_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename == __file__:  # nobody but the standard library was asked
+        frame = innermost
     if frame is None:
         return ""
-    code = frame.f_code
-    return f" ({Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name})"
+    return f" ({_path(frame)}, line {frame.f_lineno}, in {frame.f_code.co_name})"
+
+
+def _of_library(file: str) -> bool:
+    path = Path(file)
+    return file.startswith("<frozen ") or (
+        path.is_relative_to(_LIBRARY) and not {"site-packages", "dist-packages"} & set(path.parts)
+    )
+
+
+def _path(frame: FrameType) -> str:
+    """``package/module.py``: the file's name alone may be ``__init__.py``, and all of it is long."""
+    file = Path(frame.f_code.co_filename)
+    depth = str(frame.f_globals.get("__name__", "")).count(".") + (file.name == "__init__.py")
+    return "/".join(file.parts[-1 - depth :])
 
 
 def _patiently(what: str, seconds: float, wait: Callable[[float], bool]) -> bool:

@@ -161,6 +161,11 @@ def visible() -> bool:
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if devices is not None and devices.strip() in ("", "-1"):
         return False
+    return present()
+
+
+def present() -> bool:
+    """Whether a driver of NVIDIA's is loaded on this machine, also where its devices are hidden from this process."""
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from stevedore.driver import DriverManager
 
+from kvbaton import cuda
 from kvbaton.answering import PATIENCE, Apart, Gone, NoAnswer, of_thread
 from kvbaton.connector import API_VERSION, Availability, Capabilities, ConnectorPlugin, Need, Reach
 from kvbaton.engine import ENGINE_API_VERSION, EnginePlugin
@@ -74,6 +75,9 @@ _ELSEWHERE: Final[Mapping[str, Sequence[str]]] = {
     "chunked_prefill_size": ("prefill_chunk",),
     "enable_prefix_caching": ("prefix_caching",),
 }
+
+#: What brought an entry point that belongs to no distribution.
+_UNKNOWN: Final = "an unknown distribution"
 
 _log = logging.getLogger(__name__)
 
@@ -359,7 +363,7 @@ def _checked(group: str, loaded: _Loaded) -> _Loaded:
 
 
 def _source(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else _UNKNOWN
 
 
 def _not_found(group: str, name: str) -> PluginNotFound:
@@ -461,15 +465,21 @@ class _Mute:
     plugin: object = None
 
     @classmethod
-    def after(cls, error: NoAnswer, plugin: object = None) -> _Mute:
+    def after(cls, error: NoAnswer, group: str, source: str, plugin: object = None) -> _Mute:
+        """``source`` as in :class:`_Loaded`: the distribution that can be uninstalled, where it is known."""
         if isinstance(error, Gone):
             return cls(str(error), "reinstall or upgrade it, or choose another", plugin)
-        return cls(
-            str(error),
-            "if nvidia-smi does not answer either, the GPU's driver is stuck, and the machine has to be restarted; if"
-            " it does, choose another plugin",
-            plugin,
-        )
+        advice = []
+        if group in _WORD:
+            advice.append(f"name another {_WORD[group]} ({_SETTING[group]}.name)")
+        if source not in ("", _UNKNOWN):
+            advice.append(f"uninstall {source.split()[0]}")
+        remedy = ", or ".join(advice) or "remove it"
+        if cuda.present():
+            remedy += (
+                "; if nvidia-smi does not answer either, the GPU's driver is stuck, and the machine has to be restarted"
+            )
+        return cls(str(error), remedy, plugin)
 
     def refusal(self, who: str, name: str) -> PluginUnavailable:
         return PluginUnavailable(
@@ -487,7 +497,7 @@ def _probe(loaded: _Loaded, need: Need) -> Availability:
     try:
         answer: Availability = of_thread(f"transport {loaded}", lambda: loaded.plugin.probe(need), PATIENCE)
     except NoAnswer as error:
-        _mute[loaded.key] = _Mute.after(error, loaded.plugin)
+        _mute[loaded.key] = _Mute.after(error, CONNECTORS, loaded.source, loaded.plugin)
         raise _mute[loaded.key].refusal(f"transport {loaded}", loaded.name) from error
     except (Exception, SystemExit) as error:
         raise PluginBroken(
@@ -527,7 +537,7 @@ def _ask_apart(entries: Sequence[EntryPoint]) -> None:
                 try:
                     process.answer(f"{entry.name} of {_source(entry)}", PATIENCE)
                 except NoAnswer as error:
-                    _mute[entry.group, entry.value] = _Mute.after(error)
+                    _mute[entry.group, entry.value] = _Mute.after(error, entry.group, _source(entry))
                     break
 
 

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvbaton import cuda
 from kvbaton.cli import doctor as command
 from kvbaton.cli.app import app
 from kvbaton.connector import API_VERSION, Lane
@@ -304,7 +305,8 @@ def test_a_transport_that_does_not_answer_is_told_and_the_command_ends(stuck, wo
     said = " ".join((ran.stdout + ran.stderr).split())
     assert ran.returncode == status, said
     assert "did not answer within 0.2 s" in said
-    assert "if nvidia-smi does not answer either" in said
+    assert "name another transport (transport.name), or uninstall a-stuck" in said
+    assert ("if nvidia-smi does not answer either" in said) is cuda.present()
     assert "Traceback" not in said
 
 
