@@ -371,3 +371,34 @@ def test_a_run_without_conformance_tests_is_left_alone(judge):
     status, output = judge("def test_other(): pass")
     assert status == 0
     assert "conformance" not in output.replace("--conformance", "")
+
+
+BLOCKS = """
+import threading
+import kvbaton_conformance.plugin
+import kvbaton_conformance.subject
+from kvbaton_loopback.connector import LoopbackConnector
+from kvbaton_loopback.plugin import LoopbackPlugin
+
+kvbaton_conformance.plugin.TEST_BOUND = kvbaton_conformance.subject.LOOK_BOUND = 1.0
+
+class Blocks(LoopbackConnector):
+    def {call}(self, *arguments):
+        threading.Event().wait()
+
+class Plugin(LoopbackPlugin):
+    def open(self, options, context):
+        return Blocks(context.peer, options)
+
+class TestMine(ConnectorConformance):
+    connector = Plugin()
+"""
+
+
+@pytest.mark.parametrize("call", ["register", "connect", "close"])
+def test_a_call_that_does_not_return_is_a_failure_and_no_stuck_run(judge, call):
+    """Before the first test, before a test, after it: wherever it is asked."""
+    status, output = judge(BLOCKS.format(call=call), *ONE.split())
+    assert status not in (0, 5), output
+    assert "did not come back within 1 s: a call does not return" in output
+    assert f"in {call}" in output, "which call it was"

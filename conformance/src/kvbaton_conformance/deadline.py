@@ -17,29 +17,39 @@ from kvbaton_conformance.leaks import OWN_THREADS
 _SIGNAL = signal.SIGUSR1
 
 
+#: Seconds until whoever goes on, and blocks again, is interrupted again.
+_AGAIN = 2.0
+
+
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """Within this, the main thread gets :class:`ClauseBroken` after ``seconds``, with the stacks of all threads.
 
-    A thread that is in native code and never returns to Python cannot be interrupted.  Elsewhere than in the main
-    thread this does nothing.
+    Whoever catches it (core takes an exception out of a connector for a fault of that) and blocks again is interrupted
+    again, and in the end the first one is raised all the same.  A thread that is in native code and never returns to
+    Python cannot be interrupted.  Elsewhere than in the main thread this does nothing.
     """
     main = threading.main_thread()
     if threading.current_thread() is not main:
         yield
         return
     over = threading.Event()
+    raised: list[ClauseBroken] = []
 
     def expired(_signal: int, frame: FrameType | None) -> None:
         if over.is_set():
             return
-        raise ClauseBroken(
+        error = ClauseBroken(
             "T7", f"a test did not come back within {seconds:g} s: a call does not return",
             expected="no call waits for a peer", seen=_stacks(frame), look="the call at the end of the first stack",
         )  # fmt: skip
+        raised.append(error)
+        raise error
 
     def watch() -> None:
-        if not over.wait(seconds) and main.ident is not None:
+        patience = seconds
+        while not over.wait(patience) and main.ident is not None:
+            patience = min(seconds, _AGAIN)
             signal.pthread_kill(main.ident, _SIGNAL)
 
     before = signal.signal(_SIGNAL, expired)
@@ -47,10 +57,16 @@ def deadline(seconds: float) -> Iterator[None]:
     watcher.start()
     try:
         yield
+    except Exception as error:
+        if raised and error is not raised[0]:
+            raise raised[0] from error
+        raise
     finally:
         over.set()
         watcher.join()
         signal.signal(_SIGNAL, before)
+    if raised:
+        raise raised[0]
 
 
 def _stacks(frame: FrameType | None) -> str:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 pytest.register_assert_rewrite("kvbaton_conformance.suite", "kvbaton_conformance.harness")
 
-#: Seconds that one standard test may take; every wait within a test is bound by much less.
+#: Seconds that one standard test may take, and before and after it what it needs; every wait within is bound by much
+#: less.
 TEST_BOUND = 90.0
 
 LEVELS = ("connector", "handoff", "engine", "guard")
@@ -556,6 +557,25 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
+
+
+def _bounded(item: pytest.Item) -> Generator[None, None, None]:
+    if item.nodeid not in item.config.stash[KIT].results:
+        return (yield)
+    from kvbaton_conformance.deadline import deadline
+
+    with deadline(TEST_BOUND):  # most connectors that block do so in connect() or close()
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    return (yield from _bounded(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    return (yield from _bounded(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

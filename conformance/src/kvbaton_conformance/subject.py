@@ -23,6 +23,7 @@ from kvbaton.connector import (
 from kvbaton.errors import KvbatonError, PluginUnavailable
 from kvbaton.identity import PeerId
 from kvbaton_conformance import device_memory
+from kvbaton_conformance.deadline import deadline
 from kvbaton_conformance.placement import DEFAULT, PAIR, device_of, shown
 
 #: How a test class may say which connector it means: a name, ``module:object``, a plugin object, or a callable that
@@ -39,6 +40,8 @@ METHODS = (
 
 
 #: What a kind of memory needs of the machine.
+#: Seconds that a connector may take to open, and to close again: kernels are compiled, libraries are loaded.
+LOOK_BOUND = 90.0
 _HARDWARE: Mapping[MemoryKind, str] = {"cuda": "a CUDA device"}
 
 
@@ -222,7 +225,10 @@ def resolve(
 def _capabilities(plugin: ConnectorPlugin, options: Any, title: str, device: int | None) -> Capabilities:
     """Open one, look, close it."""
     try:
-        connector: TransferConnector = plugin.open(options, ConnectorContext(PeerId.start("conformance-look"), device))
+        with deadline(LOOK_BOUND):
+            connector: TransferConnector = plugin.open(
+                options, ConnectorContext(PeerId.start("conformance-look"), device)
+            )
     except Exception as error:
         raise SubjectRefused(
             f"connector {title} cannot be opened, although its probe says that it is usable:"
@@ -246,7 +252,8 @@ def _capabilities(plugin: ConnectorPlugin, options: Any, title: str, device: int
             f" {type(capabilities).__name__}, not kvbaton.connector.Capabilities"
         )
     try:
-        connector.close()
+        with deadline(LOOK_BOUND):
+            connector.close()
     except Exception as error:
         raise SubjectRefused(
             f"T10: connector {title}, just opened and never used, cannot be closed: {type(error).__name__}: {error}"
