@@ -337,9 +337,12 @@ class ConnectorBase:
     capabilities: Capabilities = Capabilities()
 
     def allocate(self, id: int, kind: MemoryKind, device: int, nbytes: int) -> MemoryRegion:
-        raise CapabilityError(
-            f"{type(self).__name__} registers memory of any origin and allocates none", capability="memory_origin"
-        )
+        name = type(self).__name__
+        if self.capabilities.memory_origin == "allocated":
+            what = f"{name} declares memory_origin={self.capabilities.memory_origin!r}, and allocate() is not written"
+        else:
+            what = f"{name} registers memory of any origin and allocates none"
+        raise CapabilityError(what, capability="memory_origin")
 
     def grant(self, transfer: TransferId, peer: PeerId, target: Segments) -> None:
         """One-sided: the source names the destination itself."""
