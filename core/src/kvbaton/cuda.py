@@ -18,6 +18,11 @@ from kvbaton.errors import TransportError
 LIBRARY: Final = "libcuda.so.1"
 #: Bytes of a device's name.
 _NAME: Final = 96
+#: Why there is no memory of a device where none is :func:`visible`, and what to do: the same for every transport.
+INVISIBLE: Final = (
+    "no CUDA device is visible, and cuda memory was asked for",
+    "keep the KV cache in host memory, or look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
+)
 
 
 class DriverError(TransportError):

@@ -56,10 +56,7 @@ class UcxPlugin:
 
         # first what nobody can change here: whoever has no GPU shall not install packages for one
         if need.memory_kind == "cuda" and not cuda.visible():
-            return no(
-                "no CUDA device is visible, and cuda memory was asked for",
-                "keep the KV cache in host memory, or look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
-            )
+            return no(*cuda.INVISIBLE)
         if not CAPABILITIES.reaches(need.reach):
             return no(
                 "it was made for stages of one host", 'choose a transport that was made for networks, such as "nixl"'

@@ -58,10 +58,7 @@ class NixlPlugin:
 
         # first what nobody can change here: whoever has no GPU shall not install packages for one
         if need.memory_kind == "cuda" and not cuda.visible():
-            return no(
-                "no CUDA device is visible, and cuda memory was asked for",
-                "keep the KV cache in host memory, or look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi)",
-            )
+            return no(*cuda.INVISIBLE)
         if need.memory_kind == "cuda" and need.reach == "same_process":
             return no(
                 "two NIXL agents of one process do not reach each other's device memory",
