@@ -123,6 +123,10 @@ class Stage:
         ones = torch.ones(512, 512, device=self.bytes.device)
         return bool((ones @ ones == 512).all())
 
+    def counted(self):
+        """Receipts that the other's device gave, and not its process."""
+        return self.guard.statistics()["connector_counted_receipts_total"]
+
     def outstanding(self):
         return self.guard.outstanding()
 
@@ -225,6 +229,7 @@ def lives(survivor, other, survivor_writes):
     """It moves bytes with somebody new, works, and closes."""
     survivor.forget()
     ids = meet(survivor, other)
+    before = survivor.counted(), other.counted()
     source, target, peer = (survivor, other, ids[1]) if survivor_writes else (other, survivor, ids[0])
     source.fill(SENT)
     target.fill(POISON)
@@ -232,6 +237,8 @@ def lives(survivor, other, survivor_writes):
     source.until(lambda news: news[0] == [("done", True, True)], "a new chunk is done")
     target.until(lambda news: news[1] == 1, "a new chunk is received")
     assert target.count(SENT) == 1 << 20, "T3"
+    after = survivor.counted(), other.counted()
+    assert sum(after) - sum(before) == 1, f"the device has given {before} and then {after} receipts"
     assert survivor.work()
     survivor.disconnect(ids[1])
     other.disconnect(ids[0])

@@ -11,9 +11,11 @@ from collections import deque
 
 import numpy as np
 
+from kvbaton_cuda_ipc.counters import Page
 from kvbaton_cuda_ipc.driver import HANDLE_BYTES, Allocation, DriverError
+from kvbaton_cuda_ipc.mover import LANES, Mark
 
-PAGE = 4096
+PAGE_BYTES = 4096
 #: Addresses that :meth:`FakeCuda.open` returns begin here; no process has memory there.
 MAPPED = 1 << 60
 SPAN = 1 << 40
@@ -68,7 +70,7 @@ class FakeCuda:
     def allocation(self, address):
         if address >= MAPPED:
             return None
-        return Allocation(0, address - address % PAGE, ALLOCATED, self.exportable)
+        return Allocation(0, address - address % PAGE_BYTES, ALLOCATED, self.exportable)
 
     def export(self, address):
         self._maybe("export")
@@ -96,19 +98,27 @@ class FakeCuda:
 
 
 class _Copy:
-    def __init__(self, cuda, runs, patience):
+    def __init__(self, cuda, runs, patience, mark, page, before):
         self.cuda = cuda
         self.runs = runs
         self.patience = patience
+        self.mark = mark
+        self.page = page
+        self.before = before
         self.over = False
 
     def finish(self):
         if self.over:
             return
+        for copy in self.before:
+            copy.finish()
+        self.before = ()
         for source, target, length in self.runs:
             pid, there = self.cuda.where(target)
             write_to(pid, there, source, length)
         self.over = True
+        if self.mark is not None:
+            self.page.write(*self.mark)
 
     def query(self):
         if self.patience is not None and not self.over:
@@ -120,9 +130,13 @@ class _Copy:
 
 class FakeMover:
     """See :class:`~kvbaton_cuda_ipc.mover.Mover`.  A copy is over after ``patience`` queries, ``None``: when the test
-    says so (:meth:`finish`)."""
+    says so (:meth:`finish`), and so are those before it in its lane.  ``counted``: it raises counters, as a device
+    does."""
 
-    def __init__(self, cuda, patience=1):
+    def __init__(self, cuda, patience=1, counted=True):
+        self.page = Page() if counted else None
+        self.numbers = [0] * LANES
+        self.turn = 0
         self.cuda = cuda
         self.patience = patience
         self.copies = deque()
@@ -132,16 +146,25 @@ class FakeMover:
         #: What :meth:`settle` answers.
         self.answers = True
 
+    @property
+    def counters(self):
+        return self.page.where if self.page else None
+
     def room(self, rows):
         return np.empty((3, rows), np.int64)
 
-    def start(self, runs):
+    def start(self, runs, nbytes=None):
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
+        assert nbytes in (None, runs[2].sum())
         runs = runs.T.tolist()
-        copy = _Copy(self.cuda, runs, self.patience)
+        self.turn = (self.turn + 1) % LANES
+        self.numbers[self.turn] += 1
+        mark = Mark(self.turn, self.numbers[self.turn]) if self.page else None
         self.copies = deque(one for one in self.copies if not one.over)
+        before = [one for one in self.copies if mark is not None and one.mark.lane == mark.lane]
+        copy = _Copy(self.cuda, runs, self.patience, mark, self.page, before)
         self.copies.append(copy)
         return copy
 
@@ -161,3 +184,5 @@ class FakeMover:
 
     def close(self):
         self.closed = True
+        if self.page:
+            self.page.close()

@@ -44,7 +44,7 @@ def memory():
 def mover(cuda, **options):
     from kvbaton_cuda_ipc.mover import DeviceMover
 
-    return DeviceMover(cuda, 0, options.get("programs"), options.get("engine_above"))
+    return DeviceMover(cuda, 0, options.get("programs"), options.get("engine_above"), counted=True)
 
 
 def places(draw, lengths, align):
@@ -132,6 +132,38 @@ def test_tables_are_not_written_while_they_are_read(cuda, memory):
     there = torch.from_numpy(order).to("cuda")
     assert bool((target.view(cells, length) == source.view(cells, length)[there]).all())
     assert ours.figures()["launches_total"] == len(events)
+    ours.close()
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize("options", [{}, {"programs": 1}, {"engine_above": 1}], ids=str)
+def test_a_counter_is_raised_behind_the_bytes_and_never_before(cuda, memory, options):
+    """Read through another mapping, as another process does; nothing else says that a launch is over."""
+    from kvbaton_cuda_ipc.counters import Reader
+
+    source, target = memory
+    ours = mover(cuda, **options)
+    assert ours.counters is not None
+    reader = Reader(ours.counters)
+    before = [reader.value(lane) for lane in range(2)]
+    launches = 60
+    size = ROOM // launches // 4096 * 4096
+    started = []
+    for number in range(launches):
+        rows = np.arange(size // 4096) * 4096 + number * size
+        runs = np.stack((source.data_ptr() + rows, target.data_ptr() + rows, np.full(len(rows), 4096)))
+        started.append(ours.start(runs))
+    looking = torch.cuda.Stream()
+    for number, one in enumerate(started):
+        limit = time.monotonic() + 20
+        while reader.value(one.mark.lane) < one.mark.number:
+            assert time.monotonic() < limit, "the device does not count"
+        with torch.cuda.stream(looking):
+            part = slice(number * size, (number + 1) * size)
+            assert torch.equal(target[part], source[part])
+    assert [reader.value(lane) - before[lane] for lane in range(2)] == [launches // 2] * 2
+    over(started[-1])
+    reader.close()
     ours.close()
 
 

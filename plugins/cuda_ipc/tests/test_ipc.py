@@ -1,6 +1,8 @@
 """The connector's own logic: a device whose copies the test finishes, real UCX between two ends of one process."""
 
 import ctypes
+import functools
+import time
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from kvbaton.errors import ConnectError, Outstanding, RegistrationError, Transpo
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments
 from kvbaton_cuda_ipc import ipc
+from kvbaton_cuda_ipc.counters import MAX_LANES
 from kvbaton_cuda_ipc.driver import DriverError
 from kvbaton_cuda_ipc.ipc import AddressBook, IpcConnector
 from kvbaton_cuda_ipc.ipc_plugin import IpcOptions, IpcPlugin
-from kvbaton_cuda_ipc.ipc_words import Bye, Heard, Written, encode
+from kvbaton_cuda_ipc.ipc_words import Begun, Bye, Heard, Watching, Written, encode
 from kvbaton_cuda_ipc.mover import Adrift
 from kvbaton_cuda_ipc.wire import Settings, Wire
 
@@ -25,10 +28,10 @@ SIZE = 4096
 class End:
     """A connector with 4 KiB of memory, and everything that it has said."""
 
-    def __init__(self, name, fill, patience=None, inflight=4):
+    def __init__(self, name, fill, patience=None, inflight=4, counted=True):
         self.peer = PeerId.start(name)
         self.cuda = FakeCuda()
-        self.mover = FakeMover(self.cuda, patience)
+        self.mover = FakeMover(self.cuda, patience, counted)
         wire = Wire(self.peer, ipc.PROTOCOL, Settings())
         self.connector = HostConnector(self.peer, 0, self.cuda, self.mover, wire, inflight)
         self.memory = np.full(SIZE, fill, np.uint8)
@@ -97,7 +100,7 @@ class Two:
 
 
 @pytest.fixture
-def two(monkeypatch):
+def pairs(monkeypatch):
     made = []
 
     def make(**how):
@@ -107,6 +110,24 @@ def two(monkeypatch):
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(params=[True, False], ids=["counted", "told"])
+def two(pairs, request):
+    """Receipts come by what the source's device counts, or by its words."""
+    return functools.partial(pairs, counted=request.param)
+
+
+@pytest.fixture
+def watched(pairs):
+    """A pair whose source knows that its counters are read."""
+
+    def make(**how):
+        pair = pairs(**how).connect()
+        pair.until(lambda: pair.source.connector._links[pair.target.peer].watched)
+        return pair
+
+    return make
 
 
 # -- the way of a chunk ----------------------------------------------------------------------------------------------
@@ -181,6 +202,147 @@ def test_a_peer_that_hears_nothing_is_told_a_bounded_number_of_chunks(two, monke
     pair.until(lambda: pair.source.connector.submit(pair.chunk(99)))
 
 
+# -- what the device says by itself ----------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T4", "T7")
+def test_a_receipt_does_not_wait_for_the_sources_thread(watched):
+    """It has said what it began, and stands still: the counter is enough."""
+    pair = watched()
+    source, target = pair.source, pair.target
+    pair.ends = [target]
+    transfer = several(pair, 3)
+    source.poll()
+    link = target.connector._links[source.peer]
+    pair.until(lambda: link.expected == 3)
+    source.mover.finish(1)
+    pair.until(lambda: len(target.receipts) == 2)
+    source.mover.finish(1)
+    pair.until(lambda: len(target.receipts) == 3)
+    assert [(one.peer, one.transfer, one.sequence) for one in target.receipts] == [
+        (source.peer, transfer, number) for number in range(3)
+    ]
+    assert target.memory.tolist() == [7] * 192 + [200] * (SIZE - 192)
+    assert not source.completions
+    source.poll()
+    assert [one.outcome for one in source.completions] == [Outcome.DONE] * 3
+    assert target.connector.statistics()["counted_receipts_total"] == 3
+    assert link.expected == 0
+
+
+@pytest.mark.clause("T3", "T5")
+def test_lanes_are_counted_by_themselves(watched):
+    """The second launch is over first, and the third, which is behind the first, is not told by that."""
+    pair = watched()
+    for number in range(3):
+        pair.source.connector.submit(pair.chunk(number, 64 * number))
+        pair.source.poll()
+    link = pair.target.connector._links[pair.source.peer]
+    pair.until(lambda: link.expected == 3)
+    pair.source.mover.copies[1].finish()
+    pair.until(lambda: pair.target.receipts)
+    assert [receipt.sequence for receipt in pair.target.receipts] == [1]
+    pair.source.mover.copies[2].finish()  # and with it the first, which is before it in its lane
+    pair.until(lambda: len(pair.target.receipts) == 3)
+    assert sorted(receipt.sequence for receipt in pair.target.receipts) == [0, 1, 2]
+
+
+@pytest.mark.clause("T3", "T4")
+def test_what_was_begun_before_the_peer_said_that_it_reads_is_told_by_a_word(watched):
+    pair = watched()
+    link = pair.source.connector._links[pair.target.peer]
+    link.watched = False  # its word is still on its way
+    pair.source.connector.submit(pair.chunk(0))
+    pair.source.connector._start_all(link)
+    link.watched = True
+    pair.source.connector.submit(pair.chunk(1, 64))
+    pair.source.poll()
+    pair.source.mover.finish(2)
+    pair.until(lambda: len(pair.target.receipts) == 2 and len(pair.source.completions) == 2)
+    assert pair.target.connector.statistics()["counted_receipts_total"] == 1
+    assert link.told == 2
+
+
+@pytest.mark.clause("T4", "T13")
+def test_counters_that_cannot_be_read_are_done_without(pairs, monkeypatch, caplog):
+    """Another user's process, say, or one that counts its processes apart: words say what has come."""
+
+    def none(where):
+        raise TransportError("a peer's counters cannot be opened: [Errno 13] Permission denied")
+
+    monkeypatch.setattr(ipc, "Reader", none)
+    with caplog.at_level("INFO", "kvbaton_cuda_ipc"):
+        pair = pairs(patience=0).connect()
+    assert "Permission denied" in caplog.text
+    several(pair, 3)
+    pair.until(lambda: len(pair.target.receipts) == 3)
+    assert pair.target.connector.statistics()["counted_receipts_total"] == 0
+
+
+@pytest.mark.clause("T7", "T4")
+def test_what_had_come_before_the_peer_was_gone_is_received_first(watched):
+    """The source's process ends behind its last copy; what it had begun besides has not come."""
+    pair = watched()
+    source, target = pair.source, pair.target
+    several(pair, 3)
+    source.poll()
+    link = target.connector._links[source.peer]
+    pair.until(lambda: link.expected == 3)
+    pair.ends = [target]
+    source.mover.finish(1)
+    source.connector._wire.close()
+    pair.until(lambda: target.downs)
+    assert [receipt.sequence for receipt in target.receipts] == [0, 1]
+    source.mover.finish(1)
+    for _ in range(10):
+        target.poll()
+    assert len(target.receipts) == 2
+    assert link.reader is None
+
+
+@pytest.mark.clause("C9.3", "C7.4", "T12")
+@pytest.mark.parametrize("wrong", ["not read", "behind", "many"])
+def test_launches_that_cannot_have_been_begun_end_the_link(watched, wrong, monkeypatch):
+    pair = watched()
+    names = tuple((new_transfer_id(), number) for number in range(2))
+    link = pair.target.connector._links[pair.source.peer]
+    words = [Begun(0, 1 << 40, names)]
+    if wrong == "not read":
+        pair.target.connector._watch_no_more(link)
+    elif wrong == "behind":
+        words.append(Begun(0, (1 << 40) - 1, names))
+    else:
+        monkeypatch.setattr(ipc, "MAX_EXPECTED", 3)
+        words.append(Begun(1, 1 << 40, names))
+    for word in words:
+        pair.source.connector._wire.send(pair.target.peer, encode(word))
+    pair.until(lambda: pair.target.downs)
+    assert not pair.target.downs[0].quiet
+    assert "C9.3" in str(pair.target.downs[0].error) or "C7.4" in str(pair.target.downs[0].error)
+    assert not pair.target.receipts
+
+
+@pytest.mark.clause("T7")
+def test_who_waits_sees_what_a_peers_device_has_done(watched):
+    """And does not sleep on the wire, which says nothing of it; nor for long, since words may come."""
+    pair = watched()
+    source, target = pair.source, pair.target
+    source.connector.submit(pair.chunk())
+    source.poll()
+    pair.ends = [target]
+    link = target.connector._links[source.peer]
+    pair.until(lambda: link.expected)
+    began = time.monotonic()
+    target.connector.wait(60.0)
+    assert time.monotonic() - began < 30
+    assert not target.receipts
+    source.mover.finish()
+    target.connector.wait(60.0)
+    assert time.monotonic() - began < 30
+    target.poll()
+    assert target.receipts
+
+
 # -- what is started together ----------------------------------------------------------------------------------------
 
 
@@ -207,7 +369,7 @@ def test_chunks_of_one_pass_share_launches_and_end_one_by_one(two):
     assert [completion.sequence for completion in pair.source.completions] == [0, 1]
     mover.finish(2)
     pair.until(lambda: len(pair.target.receipts) == 10)
-    assert [receipt.sequence for receipt in pair.target.receipts] == list(range(10))
+    assert sorted(receipt.sequence for receipt in pair.target.receipts) == list(range(10))
     assert pair.target.memory.tolist() == [7] * 640 + [200] * (SIZE - 640)
 
 
@@ -670,10 +832,13 @@ def test_words_are_what_they_say():
 
     chunks = [(new_transfer_id(), sequence) for sequence in range(MAX_NAMED + 1)]
     made = batches(chunks)
-    assert [len(word.chunks) for word in made] == [MAX_NAMED, 1]
-    assert [decode(encode(word)) for word in made] == made
-    for word in (Written(tuple(chunks[:3])), Heard(7), Bye()):
+    assert [len(names) for names in made] == [MAX_NAMED, 1]
+    assert [decode(encode(Written(names))).chunks for names in made] == made
+    for word in (Written(tuple(chunks[:3])), Begun(1, 1 << 40, tuple(chunks[:2])), Watching(), Heard(7), Bye()):
         assert decode(encode(word)) == word
+    for word in (b"g", b"g" + bytes(8), encode(Begun(0, 1, ())), encode(Begun(MAX_LANES, 1, tuple(chunks[:1]))), b"cc"):
+        with pytest.raises(ProtocolViolation, match=r"C9\.3"):
+            decode(word)
 
     @given(st.binary(max_size=80))
     def anything(data):

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvbaton_cuda_ipc import kernels, mover
+from kvbaton_cuda_ipc import counters, kernels, mover
+from kvbaton_cuda_ipc.counters import Reader
 from kvbaton_cuda_ipc.driver import DriverError
 from kvbaton_cuda_ipc.mover import Adrift, DeviceMover, Events
 
 LANE = 7  # a stream
+OFFSET = 1 << 40  # between where the host has its memory and where a device sees it
 
 
 class Device:
@@ -33,6 +35,9 @@ class Device:
         self.fails_after = {}
         #: It gets on while somebody waits for it.
         self.gets_on = False
+        self.pinned = {}
+        #: By how much what it writes is wrong.
+        self.miscounts = 0
 
     def _put(self, name, stream, work):
         if self.fails is not None:
@@ -87,6 +92,27 @@ class Device:
         if self.fails is not None:
             raise self.fails
 
+    # -- counters, in memory of the host that it was shown
+
+    def pin(self, address, nbytes):
+        if "pin" in self.fails_in:
+            raise self.fails_in.pop("pin")
+        assert not address % 4096
+        self.pinned[address] = nbytes
+        return address + OFFSET
+
+    def unpin(self, address):
+        if "unpin" in self.fails_in:
+            raise self.fails_in.pop("unpin")
+        del self.pinned[address]
+
+    def write_behind(self, stream, address, value):
+        def write():
+            assert any(first <= address - OFFSET < first + nbytes for first, nbytes in self.pinned.items())
+            ctypes.c_uint64.from_address(address - OFFSET).value = value + self.miscounts
+
+        self._put("write_behind", stream, write)
+
     # -- the kernel: it reads its table when it runs
 
     def run(self, plan, table, stream):
@@ -130,6 +156,14 @@ def memory(device):
 
 def opened(device, engine_above=1 << 20):
     return DeviceMover(device, 0, 8, engine_above)
+
+
+def counted(device, engine_above=1 << 20):
+    """With counters, which the device proves to be able to raise."""
+    device.gets_on = True
+    ours = DeviceMover(device, 0, 8, engine_above, counted=True)
+    device.gets_on = False
+    return ours
 
 
 def runs_of(memory, cells, length=64):
@@ -475,3 +509,97 @@ def test_who_is_interrupted_once_all_was_started_keeps_the_table_too(device, mem
     assert len(tables_of(ours)) == 3
     moves_on(ours, device, memory)
     assert np.array_equal(memory[1][128:192], memory[0][128:192])
+
+
+# -- what others see -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize("engine_above", [1 << 20, 64], ids=["kernel", "engine"])
+def test_a_counter_is_raised_behind_the_bytes_of_its_launch(device, memory, engine_above):
+    """However the lanes get on: who reads a launch's number finds its bytes, and nobody reads it before."""
+    source, target = memory
+    draw = random.Random(engine_above)
+    ours = counted(device, engine_above)
+    reader = Reader(ours.counters)
+    started = []
+    for cell in range(200):
+        started.append((cell, ours.start(runs_of(memory, [cell]))))
+        for _ in range(draw.randrange(5)):
+            device.step(draw.choice((1, 2)))
+        for cell, event in started:
+            seen = reader.value(event.mark.lane) >= event.mark.number
+            there = np.array_equal(target[cell * 64 : cell * 64 + 64], source[cell * 64 : cell * 64 + 64])
+            assert there or not seen, "T3: the counter is ahead of the bytes"
+            assert seen or not event.query(), "the event is behind the counter"
+        started = [(cell, event) for cell, event in started if not event.query()]
+    device.finish()
+    assert all(reader.value(event.mark.lane) >= event.mark.number for _, event in started)
+    ours.close()
+    assert not device.pinned
+    reader.close()
+
+
+@pytest.mark.clause("T3", "T5")
+@pytest.mark.parametrize("when", ["fails_in", "fails_after"])
+def test_a_number_is_given_once_also_where_raising_failed(device, memory, when):
+    """Else the write that failed, and was begun, would tell of the launch behind it."""
+    ours = counted(device)
+    device.gets_on = True
+    before = ours.start(runs_of(memory, [0])).mark, ours.start(runs_of(memory, [1])).mark
+    getattr(device, when)["write_behind"] = DriverError("cuStreamWriteValue64: CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError):
+        ours.start(runs_of(memory, [2]))
+    device.gets_on = False
+    behind = [ours.start(runs_of(memory, [cell])).mark for cell in (3, 4)]
+    assert behind == [
+        mover.Mark(before[1].lane, before[1].number + 1),
+        mover.Mark(before[0].lane, before[0].number + 2),
+    ]
+    assert len(tables_of(ours)) == 3
+    moves_on(ours, device, memory)
+
+
+@pytest.mark.clause("T13")
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"fails_in": {"pin": DriverError("cuMemHostRegister: CUDA_ERROR_NOT_SUPPORTED")}}, "NOT_SUPPORTED"),
+        ({"fails_in": {"write_behind": DriverError("CUDA's driver is too old")}}, "too old"),
+        ({"miscounts": 1}, "should have written"),
+    ],
+    ids=["pinned", "written", "miscounted"],
+)
+def test_a_device_that_does_not_count_is_done_without(device, memory, caplog, fault, reason):
+    for name, value in fault.items():
+        setattr(device, name, value)
+    with caplog.at_level("INFO", "kvbaton_cuda_ipc"):
+        ours = counted(device)
+    assert reason in caplog.text
+    assert ours.counters is None
+    assert ours.start(runs_of(memory, [0])).mark is None
+    moves_on(ours, device, memory)
+    ours.close()
+
+
+@pytest.mark.clause("T10", "C6.1")
+@pytest.mark.parametrize("fault", ["late", "failed"])
+def test_a_page_that_the_device_may_still_write_outlives_the_mover(device, memory, monkeypatch, fault):
+    monkeypatch.setattr(counters, "_NEVER_AGAIN", [])
+    ours = counted(device, engine_above=64)  # no table is kept for what the engine moves
+    event = ours.start(runs_of(memory, [0]))
+    if fault == "failed":
+        device.finish()
+        device.fails_in["unpin"] = DriverError("cuMemHostUnregister: CUDA_ERROR_ILLEGAL_ADDRESS")
+    ours.close()
+    ours.close()
+    (page,) = counters._NEVER_AGAIN
+    device.finish()
+    assert page.value(event.mark.lane) == event.mark.number
+
+
+def test_nobody_counts_who_was_not_asked_to(device, memory):
+    ours = opened(device)
+    assert ours.counters is None
+    assert ours.start(runs_of(memory, [0])).mark is None
+    assert not device.pinned

@@ -28,6 +28,10 @@ _DEVICE_MEMORY = 2
 _LAZY_PEER_ACCESS = 1
 # CUevent_flags
 _WITHOUT_TIMING = 2
+# CU_MEMHOSTREGISTER_*: for every context, and with an address for devices
+_PORTABLE, _MAPPED = 1, 2
+# CUstreamWriteValue_flags: with a fence at system scope before it
+_FENCED = 0
 # CUresult
 _NOT_READY = 600
 
@@ -92,6 +96,9 @@ class Driver(kvbaton.cuda.Driver):
         library.cuLaunchKernel.argtypes = [handle, *[count] * 7, handle, handle, handle]
         library.cuEventRecord.argtypes = [handle, handle]
         library.cuEventQuery.argtypes = [handle]
+        self._write_value = getattr(library, "cuStreamWriteValue64_v2", None)  # since CUDA 11.7
+        if self._write_value is not None:
+            self._write_value.argtypes = [handle, pointer, pointer, count]
 
     def devices(self) -> Sequence[bytes]:
         found = []
@@ -141,6 +148,34 @@ class Driver(kvbaton.cuda.Driver):
         status = self._library.cuLaunchKernel(function, programs, 1, 1, threads, 1, 1, 0, stream, arguments, None)
         if status:
             self._check("cuLaunchKernel", status)
+
+    def pin(self, address: int, nbytes: int) -> int:
+        """Keep the host's pages there in memory, so that devices can write them; where they see them."""
+        self._call(
+            "cuMemHostRegister_v2",
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(nbytes),
+            ctypes.c_uint(_PORTABLE | _MAPPED),
+        )
+        there = ctypes.c_uint64()
+        try:
+            self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(there), ctypes.c_void_p(address), ctypes.c_uint(0))
+        except DriverError:
+            self.unpin(address)
+            raise
+        return there.value
+
+    def unpin(self, address: int) -> None:
+        """What :meth:`pin` began.  No device may be writing there."""
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def write_behind(self, stream: int, address: int, value: int) -> None:
+        """Let the device write 64 bits behind all that is in the stream, and behind a fence at system scope."""
+        if self._write_value is None:
+            raise DriverError("CUDA's driver is too old to write values in the order of a stream: 11.7 is needed")
+        status = self._write_value(stream, address, value, _FENCED)
+        if status:
+            self._check("cuStreamWriteValue64", status)
 
     def event(self) -> int:
         """A new event; :meth:`forget` ends it."""

@@ -6,13 +6,18 @@ two chunks after a ``poll`` are started together, the next four, then eight, and
 more than four chunks the last ones by themselves: within a device a copy of 64 MiB takes no longer than it costs to
 begin one, and the device is busy with what was started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
+**Receipts**: the source says at once with which launch a chunk went (``Begun``), and its device raises a counter that
+the destination reads (:mod:`~kvbaton_cuda_ipc.counters`), so that nothing waits for a turn of the source's thread and a
+word behind the last copy.  Where the destination cannot read it, a word follows the copy (``Written``).
 
 **Visibility** (T3).  The kernel's and the engine's writes are weak, and nothing in the kernel publishes them.  What
-does is its end: an event recorded behind a launch is complete only when all writes of the grid have been performed with
-regard to the whole system, the memory of peers included; a query that finds it complete synchronises with that end.
-The receipt is sent by the host thread that made that query and after it, a message through UCX is received after it was
-sent, and whatever the destination starts on its device or reads by its host after ``poll()`` has returned the receipt
-is ordered behind that.  So the order is: writes, end of the grid, event, query, word, receipt, the destination's next
+does is its end.  *By a counter*: the device writes it in the order of the stream, thus after the end of the grid, and
+behind a fence at system scope, thus after all writes of the grid have been performed with regard to the whole system,
+the memory of peers included; who reads the number reads it after that.  *By a word*: an event recorded behind a launch
+is complete only when the same holds, and a query that finds it complete synchronises with that end; the word is sent by
+the host thread that made that query and after it, and a message through UCX is received after it was sent.  Either way
+whatever the destination starts on its device or reads by its host after ``poll()`` has returned the receipt is ordered
+behind that.  So the order is: writes, end of the grid, counter (or event, query, word), receipt, the destination's next
 launch; each step synchronises with the one before, and no fence inside of the kernel would add anything.  A kernel of
 the destination's that *runs* at that time is not ordered, and reads none of these bytes: they are reserved (C2.7).
 
@@ -28,8 +33,11 @@ channels before the process can be joined.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping as Figures
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,26 +62,42 @@ from kvbaton.connector import (
 from kvbaton.errors import ConnectError, Outstanding, PeerLost, ProtocolViolation, RegistrationError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
+from kvbaton_cuda_ipc.counters import Reader, Where
 from kvbaton_cuda_ipc.driver import Cuda
 from kvbaton_cuda_ipc.ipc_plugin import CAPABILITIES
-from kvbaton_cuda_ipc.ipc_words import Bye, Heard, Key, Metadata, Written, batches, decode, encode
+from kvbaton_cuda_ipc.ipc_words import (
+    Begun,
+    Bye,
+    Heard,
+    Key,
+    Metadata,
+    Said,
+    Watching,
+    Written,
+    batches,
+    decode,
+    encode,
+)
 from kvbaton_cuda_ipc.mapping import Mapping, Offer, offer, unreachable
-from kvbaton_cuda_ipc.mover import LANES, Adrift, Mover
+from kvbaton_cuda_ipc.mover import LANES, Adrift, Mark, Mover
 from kvbaton_cuda_ipc.wire import Down, Up, Wire, Word
 
+_log = logging.getLogger(__name__)
 #: What is spoken on the wire, and its version.
-PROTOCOL = "cuda_ipc/1"
+PROTOCOL = "cuda_ipc/2"
+#: Chunks that a peer may have begun and that have not come: no peer of ours begins more.
+MAX_EXPECTED = 8192
 #: Chunks of which a peer was told and has not said that it heard, at most: one that stands still is told no more.
 MAX_UNHEARD = 1024
 #: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
 GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
-#: Chunks that are started together at first.  To begin one costs two or three times what its copy takes within a device
-#: (64 MiB): with fewer the device stands still twice more before there is always something begun.
+#: Chunks that are started together at first.  To begin one costs as much as its copy takes within a device (64 MiB):
+#: with one alone the device would begin some microseconds earlier, and stand still behind it.
 _TOGETHER = 2
 #: More chunks than this are not started together by a ``poll``: about a quarter, the last, has a launch of its own.
 _AT_ONCE = 4
-#: Seconds between two looks at the device while somebody waits for it.
-_PAUSE = 20e-6
+#: Seconds between two looks at the device while somebody waits for it, and for how long: words may have come meanwhile.
+_PAUSE, _LOOKING = 20e-6, 1e-3
 
 
 class AddressBook:
@@ -103,6 +127,8 @@ class _Flight:
 
     chunk: Chunk
     event: DeviceEvent | None
+    #: The peer sees by itself when it is over.
+    counted: bool = False
 
     @property
     def key(self) -> Key:
@@ -115,6 +141,8 @@ class _Link:
 
     peer: PeerId
     offer: Offer
+    #: Where its counters are, if it counts.
+    where: Where | None
     mapping: Mapping | None = None
     book: AddressBook | None = None
     flights: list[_Flight] = field(default_factory=list)
@@ -122,6 +150,13 @@ class _Link:
     queued: list[Chunk] = field(default_factory=list)
     queued_bytes: int = 0
     queued_rows: int = 0
+    #: Launches of which the peer was not told yet, and their chunks.
+    begun: list[tuple[Mark, tuple[Chunk, ...]]] = field(default_factory=list)
+    #: The peer reads our counters.
+    watched: bool = False
+    #: The peer's counters; and what it has begun by them, each lane's launches in their order.
+    reader: Reader | None = None
+    coming: dict[int, deque[tuple[int, list[Receipt]]]] = field(default_factory=dict)
     #: How many are started together next.
     together: int = _TOGETHER
     #: ``disconnect`` was called, or the peer has said bye: nothing new is started.
@@ -132,10 +167,12 @@ class _Link:
     lost: Exception | None = None
     #: Core has proved the peer's process dead.
     dead: bool = False
-    #: Chunks that the peer was told of, and of which it has said that it heard.
+    #: Chunks that the peer was told of, as written or as begun, and of which it has said that it heard.
     told: int = 0
     acknowledged: int = 0
-    #: Chunks that the peer has told us of, and what we have answered.
+    #: Chunks of ``coming``.
+    expected: int = 0
+    #: Chunks of the peer's that have come, and what of them we have answered.
     heard: int = 0
     answered: int = 0
     #: Flights of which the device no longer says anything.
@@ -171,6 +208,8 @@ class IpcConnector(ConnectorBase):
         self._completions: list[Completion] = []
         self._receipts: list[Receipt] = []
         self._events: list[PeerEvent] = []
+        #: Receipts that a peer's counters gave, and not its words.
+        self._counted = 0
         self._dropped = 0
         self._unmap_failures = 0
         self._thread = 0
@@ -197,7 +236,7 @@ class IpcConnector(ConnectorBase):
     def metadata(self) -> bytes:
         if self._offer is None:
             raise TransportError("T2: there is no metadata before regions are registered: it tells of them")
-        return Metadata(self._wire.card, self._offer.encode()).encode()
+        return Metadata(self._wire.card, self._offer.encode(), self._mover.counters).encode()
 
     # -- the handshake (T2) ------------------------------------------------------------------------------------------
 
@@ -225,7 +264,7 @@ class IpcConnector(ConnectorBase):
             # it was not greeted, so it is not up there, and writes nothing
             self._events.append(PeerEvent(id, up=False, quiet=True, error=cause))
             return
-        self._links[id] = _Link(id, theirs)
+        self._links[id] = _Link(id, theirs, metadata.counters)
 
     def _greeted(self, link: _Link) -> None:
         try:
@@ -235,6 +274,18 @@ class IpcConnector(ConnectorBase):
             return
         link.book = AddressBook(link.mapping.addresses)
         self._events.append(PeerEvent(link.peer, up=True))
+        if link.where is not None:
+            try:
+                link.reader = Reader(link.where)
+            except TransportError as error:
+                _log.info("%s says by words only what has come: %s", link.peer, error)
+            else:
+                self._say(link, Watching())
+
+    def _say(self, link: _Link, word: Said) -> None:
+        """A peer that cannot be told is down, which the wire reports."""
+        with contextlib.suppress(PeerLost):
+            self._wire.send(link.peer, encode(word))
 
     def disconnect(self, peer: PeerId) -> None:
         link = self._links.get(peer)
@@ -263,8 +314,16 @@ class IpcConnector(ConnectorBase):
                 return
         if link.heard_bye:
             del self._links[link.peer]
+            self._watch_no_more(link)
             self._wire.leave(link.peer)
             self._events.append(PeerEvent(link.peer, up=False, quiet=True))
+
+    def _watch_no_more(self, link: _Link) -> None:
+        reader, link.reader = link.reader, None
+        if reader is not None:
+            reader.close()
+        link.coming.clear()
+        link.expected = 0
 
     def _unmap(self, link: _Link) -> Exception | None:
         mapping, link.mapping = link.mapping, None
@@ -291,6 +350,9 @@ class IpcConnector(ConnectorBase):
     def _lose(self, link: _Link, cause: Exception) -> None:
         """The end of a link for whatever reason but an agreed one (T7).  What was started goes on until it is over."""
         link.lost = cause
+        self._see(link)  # what had come before the end
+        self._watch_no_more(link)
+        link.begun.clear()
         self._completions += [_failed(chunk, cause) for chunk in link.queued]
         self._unqueue(link)
         del self._links[link.peer]
@@ -372,12 +434,12 @@ class IpcConnector(ConnectorBase):
         """All that is queued, or so many of it, in one launch."""
         chunks = tuple(link.queued[:count])
         if len(chunks) == len(link.queued):
-            rows = link.queued_rows
+            rows, nbytes = link.queued_rows, link.queued_bytes
             self._unqueue(link)
         else:
-            rows = sum(len(chunk.source) for chunk in chunks)
+            rows, nbytes = sum(len(chunk.source) for chunk in chunks), sum(chunk.nbytes for chunk in chunks)
             link.queued_rows -= rows
-            link.queued_bytes -= sum(chunk.nbytes for chunk in chunks)
+            link.queued_bytes -= nbytes
             del link.queued[:count]
         self._enter()
         assert self._book is not None
@@ -388,7 +450,7 @@ class IpcConnector(ConnectorBase):
             self._book.addresses(sources, runs[0])
             link.book.addresses([chunk.target for chunk in chunks], runs[1])
             np.concatenate([segments.length for segments in sources], out=runs[2])
-            event = self._mover.start(runs)
+            event = self._mover.start(runs, nbytes)
         except Exception as error:
             adrift = isinstance(error, Adrift)
             for chunk in chunks:
@@ -398,7 +460,18 @@ class IpcConnector(ConnectorBase):
                 link.adrift += adrift
                 self._completions.append(_failed(chunk, cause, quiet=not adrift))
             return
-        link.flights += [_Flight(chunk, event) for chunk in chunks]
+        mark = event.mark if link.watched else None
+        if mark is not None:
+            link.begun.append((mark, chunks))
+        link.flights += [_Flight(chunk, event, mark is not None) for chunk in chunks]
+
+    def _announce(self, link: _Link) -> None:
+        """Tell the peer with which launch its chunks went, while the device is at it."""
+        begun, link.begun = link.begun, []
+        for mark, chunks in begun:
+            link.told += len(chunks)
+            for names in batches([(chunk.transfer, chunk.sequence) for chunk in chunks]):
+                self._say(link, Begun(mark.lane, mark.number, names))
 
     def _unqueue(self, link: _Link) -> None:
         link.queued.clear()
@@ -409,19 +482,20 @@ class IpcConnector(ConnectorBase):
         return len(self._completions) + sum(len(link.flights) + len(link.queued) for link in links)
 
     def _look(self, link: _Link) -> None:
-        """Take up what the device has finished, tell the peer of it, and report it."""
+        """Take up what the device has finished, tell the peer of what it does not see by itself, and report it."""
         done = self._landed(link)
         if not done:
             return
         error: Exception | None = link.lost
-        if error is None:
+        unseen = [flight.key for flight in done if not flight.counted]
+        if error is None and unseen:
             try:
-                for word in batches([flight.key for flight in done]):
-                    self._wire.send(link.peer, encode(word))
+                for names in batches(unseen):
+                    self._wire.send(link.peer, encode(Written(names)))
             except PeerLost as lost:
                 error = lost  # the wire reports it as down, too
         if error is None:
-            link.told += len(done)
+            link.told += len(unseen)
             self._completions += [
                 Completion(flight.chunk.transfer, flight.chunk.sequence, Outcome.DONE, True, True) for flight in done
             ]
@@ -474,6 +548,8 @@ class IpcConnector(ConnectorBase):
             waiting.together = _TOGETHER
             if waiting.queued:
                 self._start_all(waiting)
+            if waiting.begun:
+                self._announce(waiting)
         for event in self._wire.poll():
             link = self._links.get(event.peer)
             if link is None:
@@ -486,6 +562,7 @@ class IpcConnector(ConnectorBase):
                 case Down(error=error):
                     self._lose(link, error)
         for link in list(self._links.values()):
+            self._see(link)
             self._look(link)
             self._answer(link)
             if link.closing:
@@ -505,6 +582,10 @@ class IpcConnector(ConnectorBase):
                 case Written(chunks):
                     self._receipts += [Receipt(link.peer, transfer, sequence) for transfer, sequence in chunks]
                     link.heard += len(chunks)
+                case Begun(lane, number, chunks):
+                    self._expect(link, lane, number, chunks)
+                case Watching():
+                    link.watched = True
                 case Heard(count):
                     if not link.acknowledged <= count <= link.told:
                         raise ProtocolViolation(
@@ -512,11 +593,39 @@ class IpcConnector(ConnectorBase):
                         )
                     link.acknowledged = count
                 case Bye():
+                    self._see(link)  # all of it is over; what has not come has failed
+                    link.coming.clear()
+                    link.expected = 0
                     link.heard_bye = True
                     link.closing = True
         except ProtocolViolation as error:
             self._dropped += 1
             self._lose(link, error)
+
+    def _expect(self, link: _Link, lane: int, number: int, chunks: tuple[Key, ...]) -> None:
+        if link.reader is None:
+            raise ProtocolViolation("C7.4", f"{link.peer} tells of its counters, which are not read here")
+        waiting = link.coming.setdefault(lane, deque())
+        if waiting and number < waiting[-1][0]:
+            raise ProtocolViolation("C7.4", f"{link.peer} begins launch {number} behind {waiting[-1][0]}")
+        link.expected += len(chunks)
+        if link.expected > MAX_EXPECTED:
+            raise ProtocolViolation("C9.3", f"{link.peer} has begun {link.expected} chunks, and {MAX_EXPECTED} may be")
+        waiting.append((number, [Receipt(link.peer, transfer, sequence) for transfer, sequence in chunks]))
+
+    def _see(self, link: _Link) -> None:
+        """Pass on what the peer's counters say has come (T3)."""
+        for lane, waiting in link.coming.items():
+            if not waiting:
+                continue
+            assert link.reader is not None
+            reached = link.reader.value(lane)
+            while waiting and waiting[0][0] <= reached:
+                _, receipts = waiting.popleft()
+                self._receipts += receipts
+                self._counted += len(receipts)
+                link.heard += len(receipts)
+                link.expected -= len(receipts)
 
     def _answer(self, link: _Link) -> None:
         if link.heard != link.answered and link.open and not link.said_bye:
@@ -527,20 +636,22 @@ class IpcConnector(ConnectorBase):
                 return  # the wire reports it
 
     def wait(self, timeout: float) -> None:
-        """Until a word comes; while copies are under way, until one of them is over."""
+        """Until a word comes; while copies are under way, ours or a peer's, until one is over, or for a moment."""
         for link in self._links.values():
             if link.queued:
                 self._start(link)
+            if link.begun:
+                self._announce(link)
         if self._completions:
             return
-        flights = [link.flights[0] for link in self._links.values() if link.flights]
-        if not flights:
+        links = [link for link in self._links.values() if link.flights or link.expected]
+        if not links:
             self._wire.wait(timeout)
             return
-        limit = time.monotonic() + timeout
+        limit = time.monotonic() + min(timeout, _LOOKING)
         while time.monotonic() < limit:
             try:
-                if any(flight.event is None or flight.event.query() for flight in flights):
+                if any(_has_news(link) for link in links):
                     return
             except Exception:
                 return  # poll reports it
@@ -549,6 +660,7 @@ class IpcConnector(ConnectorBase):
     def statistics(self) -> Figures[str, float]:
         return {
             **self._mover.figures(),
+            "counted_receipts_total": self._counted,
             "dropped_words_total": self._dropped + self._wire.dropped,
             "unmap_failures_total": self._unmap_failures,
         }
@@ -563,7 +675,10 @@ class IpcConnector(ConnectorBase):
             raise Outstanding(f"T10: {waiting} chunks are outstanding; poll until they are over", outstanding=waiting)
         self._enter()
         self._closed = True
-        problems = [self._unmap(link) for link in (*self._links.values(), *self._ebbing.values())]
+        links = [*self._links.values(), *self._ebbing.values()]
+        for link in links:
+            self._watch_no_more(link)
+        problems = [self._unmap(link) for link in links]
         self._links.clear()
         self._ebbing.clear()
         self._wire.close()
@@ -571,6 +686,18 @@ class IpcConnector(ConnectorBase):
         for problem in problems:
             if problem is not None:
                 raise TransportError(f"T10: a peer's memory was not unmapped: {problem}") from problem
+
+
+def _has_news(link: _Link) -> bool:
+    """Whether the oldest of its copies is over, or one of the peer's."""
+    if link.flights:
+        event = link.flights[0].event
+        if event is None or event.query():
+            return True
+    reader = link.reader
+    return reader is not None and any(
+        waiting and waiting[0][0] <= reader.value(lane) for lane, waiting in link.coming.items()
+    )
 
 
 def _failed(chunk: Chunk, error: Exception, *, quiet: bool = True) -> Completion:

@@ -63,7 +63,7 @@ class IpcPlugin:
     name = "cuda_ipc"
     api_version = API_VERSION
     #: Of the words on the wire and the metadata; peers that speak another are refused at connect.
-    wire_version = 1
+    wire_version = 2
     Options = IpcOptions
 
     # -- what a test has others for --
@@ -77,7 +77,7 @@ class IpcPlugin:
         from kvbaton_cuda_ipc.mover import DeviceMover
 
         assert isinstance(cuda, driver.Driver)
-        return DeviceMover(cuda, device, options.programs, options.engine_above)
+        return DeviceMover(cuda, device, options.programs, options.engine_above, counted=True)
 
     def connector(self) -> type[IpcConnector]:
         from kvbaton_cuda_ipc.ipc import IpcConnector

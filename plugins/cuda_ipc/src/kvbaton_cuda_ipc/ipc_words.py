@@ -15,13 +15,15 @@ import msgspec
 
 from kvbaton.errors import ProtocolViolation
 from kvbaton.identity import TransferId
+from kvbaton_cuda_ipc.counters import MAX_LANES, Where
 from kvbaton_cuda_ipc.mapping import MAX_OFFER
 
 #: Chunks that one word can name.
 MAX_NAMED = 4096
 _NAME = struct.Struct("<16sQ")
 _COUNT = struct.Struct("<Q")
-_WRITTEN, _HEARD, _BYE = b"w", b"h", b"b"
+_LAUNCH = struct.Struct("<BQ")
+_WRITTEN, _BEGUN, _WATCHING, _HEARD, _BYE = b"w", b"g", b"c", b"h", b"b"
 
 #: A chunk: transfer and sequence.
 Key: TypeAlias = tuple[TransferId, int]
@@ -32,6 +34,20 @@ class Written:
     """All bytes of these chunks are where they should be."""
 
     chunks: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """All bytes of these chunks are where they should be once my counter of this lane says this number, or more."""
+
+    lane: int
+    number: int
+    chunks: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """I read your counters: of what you begin from now on, tell me with which launch it went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +62,45 @@ class Bye:
     """I have nothing under way to you, have unmapped your memory, and will write nothing more."""
 
 
-Said: TypeAlias = Written | Heard | Bye
+Said: TypeAlias = Written | Begun | Watching | Heard | Bye
 
 
 def encode(word: Said) -> bytes:
     match word:
         case Written(chunks):
-            return _WRITTEN + b"".join(_NAME.pack(bytes.fromhex(transfer), sequence) for transfer, sequence in chunks)
+            return _WRITTEN + _names(chunks)
+        case Begun(lane, number, chunks):
+            return _BEGUN + _LAUNCH.pack(lane, number) + _names(chunks)
+        case Watching():
+            return _WATCHING
         case Heard(count):
             return _HEARD + _COUNT.pack(count)
         case Bye():
             return _BYE
 
 
+def _names(chunks: Sequence[Key]) -> bytes:
+    return b"".join(_NAME.pack(bytes.fromhex(transfer), sequence) for transfer, sequence in chunks)
+
+
+def _named(body: bytes) -> tuple[Key, ...]:
+    """None where they are not ours."""
+    if len(body) % _NAME.size or len(body) > MAX_NAMED * _NAME.size:
+        return ()
+    return tuple((TransferId(name.hex()), sequence) for name, sequence in _NAME.iter_unpack(body))
+
+
 def decode(data: bytes) -> Said:
     """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
     kind, body = data[:1], data[1:]
-    if kind == _WRITTEN and body and len(body) % _NAME.size == 0 and len(body) <= MAX_NAMED * _NAME.size:
-        return Written(tuple((TransferId(name.hex()), sequence) for name, sequence in _NAME.iter_unpack(body)))
+    if kind == _WRITTEN and (chunks := _named(body)):
+        return Written(chunks)
+    if kind == _BEGUN and (chunks := _named(body[_LAUNCH.size :])):
+        lane, number = _LAUNCH.unpack_from(body)
+        if lane < MAX_LANES:
+            return Begun(lane, number, chunks)
+    if data == _WATCHING:
+        return Watching()
     if kind == _HEARD and len(body) == _COUNT.size:
         return Heard(*_COUNT.unpack(body))
     if data == _BYE:
@@ -71,16 +108,18 @@ def decode(data: bytes) -> Said:
     raise ProtocolViolation("C9.3", f"a word of {len(data)} bytes that is none of ours")
 
 
-def batches(chunks: Sequence[Key]) -> list[Written]:
-    """As few words as name all chunks."""
-    return [Written(tuple(chunks[start : start + MAX_NAMED])) for start in range(0, len(chunks), MAX_NAMED)]
+def batches(chunks: Sequence[Key]) -> list[tuple[Key, ...]]:
+    """In as few pieces as fit a word each."""
+    return [tuple(chunks[start : start + MAX_NAMED]) for start in range(0, len(chunks), MAX_NAMED)]
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an endpoint says of its connector: how its wire is reached, and its memory; each checked by itself."""
+    """What an endpoint says of its connector: how its wire is reached, and its memory, each checked by itself; and
+    where its counters are, if it counts."""
 
     card: Annotated[bytes, msgspec.Meta(max_length=16 << 10)]
     offer: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER)]
+    counters: Where | None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -12,17 +12,21 @@ somebody else's, the weights or a cache that come back, for 20 milliseconds (mea
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.connector import DeviceEvent
 from kvbaton.errors import TransportError
+from kvbaton_cuda_ipc.counters import Counters, Where
 from kvbaton_cuda_ipc.driver import Driver, DriverError
+
+_log = logging.getLogger(__name__)
 
 #: Three rows: source addresses, target addresses, lengths in bytes.
 Table = npt.NDArray[np.int64]
@@ -42,6 +46,21 @@ _NEVER_AGAIN: list[_Table] = []
 _SETTLING = 10.0
 
 
+class Mark(NamedTuple):
+    """A launch by its lane and its number there: over when the lane's counter says that number, or more."""
+
+    lane: int
+    number: int
+
+
+class Started(DeviceEvent, Protocol):
+    """What was started, and whether it is over."""
+
+    @property
+    def mark(self) -> Mark | None:
+        """How others can see it, ``None`` where they cannot."""
+
+
 class Mover(Protocol):
     """Copies between addresses that the device reaches, and says when it is done.
 
@@ -52,10 +71,14 @@ class Mover(Protocol):
         """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``: the device reads them there.
         The caller's until then, or until the next ``room``."""
 
-    def start(self, runs: Table) -> DeviceEvent:
+    @property
+    def counters(self) -> Where | None:
+        """Where other processes of this host find how far the lanes have come, ``None`` where nothing is counted."""
+
+    def start(self, runs: Table, nbytes: int | None = None) -> Started:
         """Begin to copy from each address of the first row to the one at its index of the second so many bytes as the
         third says.  Never waits.  ``runs``, int64 ``[3, count]``: what :meth:`room` gave, or anything else, which is
-        the caller's again afterwards.
+        the caller's again afterwards.  ``nbytes``: of all of them, where it is known.
 
         Until the event says that it is over, neither side may be touched, nor unmapped.  Raises what the device says
         where nothing was begun or everything that was begun is over; else :class:`Adrift`.
@@ -95,11 +118,12 @@ def _tables(count: int, rows: int) -> list[_Table]:
 class _Recorded:
     """A place in a stream, and whether the device has come there.  Its event goes back once that was seen."""
 
-    __slots__ = ("_events", "_handle")
+    __slots__ = ("_events", "_handle", "mark")
 
-    def __init__(self, events: Events, handle: int) -> None:
+    def __init__(self, events: Events, handle: int, mark: Mark | None) -> None:
         self._events = events
         self._handle: int | None = handle
+        self.mark = mark
 
     @property
     def seen(self) -> bool:
@@ -132,15 +156,15 @@ class Events:
         self._free: list[int] = []
         self._closed = False
 
-    def record(self, stream: int) -> _Recorded:
-        """Behind all that is in the stream."""
+    def record(self, stream: int, mark: Mark | None = None) -> _Recorded:
+        """Behind all that is in the stream, where ``mark`` is, too."""
         free = self._free
         if not free:
             made = self._cuda.event()
             self._made.append(made)
             free.append(made)
         self._cuda.record(free[-1], stream)  # where it fails, the event stays
-        return _Recorded(self, free.pop())
+        return _Recorded(self, free.pop(), mark)
 
     def over(self, handle: int) -> bool:
         """Whether the device has come there; then the event is free again, and this may not be asked once more."""
@@ -162,9 +186,12 @@ class Events:
 
 class DeviceMover:
     """See :class:`Mover`.  ``programs``: how many the kernel may have at once; ``engine_above``: bytes of a run that
-    goes to the copy engine; ``None``: what was measured."""
+    goes to the copy engine; ``None``: what was measured.  ``counted``: other processes want to see what is over, so
+    that there are counters where the device can."""
 
-    def __init__(self, cuda: Driver, device: int, programs: int | None, engine_above: int | None) -> None:
+    def __init__(
+        self, cuda: Driver, device: int, programs: int | None, engine_above: int | None, *, counted: bool = False
+    ) -> None:
         import torch
 
         from kvbaton_cuda_ipc import scatter
@@ -195,6 +222,16 @@ class DeviceMover:
         )
         self._free += _tables(_TABLES, _ROWS)
         torch.cuda.synchronize(self._device)
+        self._counters: Counters | None = None
+        if counted:
+            try:
+                self._counters = Counters(cuda, self._streams, self.settle)
+            except TransportError as error:
+                _log.info("peers hear of what has come by words only: %s", error)
+
+    @property
+    def counters(self) -> Where | None:
+        return None if self._counters is None else self._counters.where
 
     def room(self, rows: int) -> Table:
         self._give_back()
@@ -202,19 +239,21 @@ class DeviceMover:
         table.runs = runs = table.host[: 3 * rows].reshape(3, rows)
         return runs
 
-    def start(self, runs: Table) -> DeviceEvent:
-        self._turn = (self._turn + 1) % LANES
-        stream = self._streams[self._turn]
+    def start(self, runs: Table, nbytes: int | None = None) -> Started:
+        self._turn = lane = (self._turn + 1) % LANES
+        stream = self._streams[lane]
+        counters = self._counters
         launched = False
         try:
             longest = int(np.maximum.reduce(runs[2]))
             if longest >= self._engine_above:
-                runs = self._by_engine(runs, stream)
+                runs, nbytes = self._by_engine(runs, stream), None
                 longest = int(np.maximum.reduce(runs[2], initial=0))
             if runs.shape[1]:
-                self._by_kernel(runs, longest, stream)
+                self._by_kernel(runs, longest, nbytes, stream)
                 launched = True
-            event = self._events.record(stream)
+            mark = None if counters is None else Mark(lane, counters.raise_behind(lane))
+            event = self._events.record(stream, mark)
             if launched:
                 assert self._given is not None
                 self._busy.append((self._given, event))
@@ -242,14 +281,14 @@ class DeviceMover:
             self._figures["engine_runs_total"] += 1
         return runs[:, ~large]
 
-    def _by_kernel(self, runs: Table, longest: int, stream: int) -> None:
+    def _by_kernel(self, runs: Table, longest: int, nbytes: int | None, stream: int) -> None:
         """Launch it, with the table that was given last, which then stays the given one."""
         count = runs.shape[1]
         if self._given is None or self._given.runs is not runs:
             mine = self.room(count)
             mine[:] = runs
             runs = mine
-        launch = self._plan(runs, self._programs, self.room, longest)  # in the table that was given last
+        launch = self._plan(runs, self._programs, self.room, longest, nbytes)  # in the table that was given last
         table = self._given
         assert table is not None
         self._kernels.run(launch, table.pinned, stream)
@@ -294,6 +333,8 @@ class DeviceMover:
         return {**self._figures, "tables": tables}
 
     def close(self) -> None:
+        if self._counters is not None:
+            self._counters.close()
         _NEVER_AGAIN.extend(self._adrift)
         _NEVER_AGAIN.extend(table for table, event in self._busy if not _over(event))
         self._given = None

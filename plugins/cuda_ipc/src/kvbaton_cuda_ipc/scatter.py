@@ -149,18 +149,25 @@ def _fresh(rows: int) -> Table:
     return np.empty((3, rows), np.int64)
 
 
-def plan(runs: Table, programs: int, room: Callable[[int], Table] = _fresh, longest: int | None = None) -> Plan:
+def plan(
+    runs: Table,
+    programs: int,
+    room: Callable[[int], Table] = _fresh,
+    longest: int | None = None,
+    nbytes: int | None = None,
+) -> Plan:
     """A launch that copies from each address of the first row to the one at its index of the second so many bytes as
     the third says.
 
     ``runs``: int64 ``[3, count]``; where they can be moved as they are, they are the plan's table.  ``programs``: how
     many there may be at most.  ``room``: where another table of so many rows can be written, int64 ``[3, rows]``; what
-    ``runs`` are in is not needed once it is asked.  ``longest``: the greatest length, where it is known.
-    Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here depends on what the
-    addresses mean.
+    ``runs`` are in is not needed once it is asked.  ``longest``, ``nbytes``: the greatest length and the sum of all,
+    where they are known.  Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here
+    depends on what the addresses mean.
     """
     source, target, length = runs
-    nbytes = int(np.add.reduce(length))
+    if nbytes is None:
+        nbytes = int(np.add.reduce(length))
     if int(np.bitwise_or.reduce(runs, axis=None)) % ALIGNED == 0:
         columns: tuple[Column, ...] = (source, target, length)
         total, narrow = nbytes, None
