@@ -3,6 +3,7 @@
 import ctypes
 import random
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -570,16 +571,49 @@ def test_a_number_is_given_once_also_where_raising_failed(device, memory, when):
     ],
     ids=["pinned", "written", "miscounted"],
 )
-def test_a_device_that_does_not_count_is_done_without(device, memory, caplog, fault, reason):
+def test_a_device_that_does_not_count_is_done_without(device, memory, monkeypatch, caplog, fault, reason):
+    monkeypatch.setattr(counters, "_NEVER_AGAIN", [])
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for name, value in fault.items():
         setattr(device, name, value)
     with caplog.at_level("INFO", "kvbaton_cuda_ipc"):
         ours = counted(device)
     assert reason in caplog.text
     assert ours.counters is None
+    assert not device.pinned
+    assert not counters._NEVER_AGAIN
+    assert len(list(Path("/proc/self/fd").iterdir())) == before, "T10: the page is left"
     assert ours.start(runs_of(memory, [0])).mark is None
     moves_on(ours, device, memory)
     ours.close()
+
+
+@pytest.mark.clause("T10", "C6.1")
+def test_a_page_is_kept_where_the_trial_is_not_over(device, monkeypatch, caplog):
+    """The device may write it yet."""
+    monkeypatch.setattr(mover, "_SETTLING", 0.0)
+    monkeypatch.setattr(counters, "_NEVER_AGAIN", [])
+    with caplog.at_level("INFO", "kvbaton_cuda_ipc"):
+        ours = DeviceMover(device, 0, 8, 1 << 20, counted=True)
+    assert ours.counters is None
+    (page,) = counters._NEVER_AGAIN
+    assert page.nbytes == device.pinned[page.address]
+    device.finish()
+    assert [page.value(lane) for lane in range(2)] == [1, 1]
+
+
+@pytest.mark.clause("T10")
+def test_a_number_that_was_given_for_nothing_keeps_no_page(device, memory, monkeypatch):
+    """It is never written; but nothing is under way that could."""
+    monkeypatch.setattr(counters, "_NEVER_AGAIN", [])
+    ours = counted(device)
+    device.gets_on = True
+    device.fails_in["write_behind"] = DriverError("cuStreamWriteValue64: CUDA_ERROR_UNKNOWN")
+    with pytest.raises(DriverError):
+        ours.start(runs_of(memory, [0]))
+    ours.close()
+    assert not device.pinned
+    assert not counters._NEVER_AGAIN
 
 
 @pytest.mark.clause("T10", "C6.1")

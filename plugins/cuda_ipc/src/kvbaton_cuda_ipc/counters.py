@@ -52,6 +52,11 @@ class Where(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN, max_length=_TOKEN)]
 
 
+def _values(page: mmap.mmap) -> memoryview[int]:
+    """The counters of a page, one for each lane that it has room for; to be released before the page is closed."""
+    return memoryview(page).cast("Q")[_LINE // 8 :: _LINE // 8]
+
+
 class Page:
     """A page of our own.  Raises :class:`OSError` where there can be none."""
 
@@ -67,12 +72,12 @@ class Page:
         token = secrets.token_bytes(_TOKEN)
         self._map[:_TOKEN] = token
         self.where = Where(os.getpid(), self._fd, token)
-        self._values = np.frombuffer(self._map, np.uint64)
+        self._values = _values(self._map)
 
     @property
     def address(self) -> int:
         """Where it begins in this process."""
-        return int(self._values.ctypes.data)
+        return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
     nbytes = _PAGE
 
@@ -82,16 +87,16 @@ class Page:
         return (lane + 1) * _LINE
 
     def value(self, lane: int) -> int:
-        return int(self._values[(lane + 1) * _LINE // 8])
+        return self._values[lane]
 
     def write(self, lane: int, value: int) -> None:
         """What a device does, where there is none."""
-        self._values[(lane + 1) * _LINE // 8] = value
+        self._values[lane] = value
 
     def close(self) -> None:
         """Idempotent.  No device may write it any more; whoever reads it keeps it."""
         if self._fd >= 0:
-            del self._values
+            self._values.release()
             self._map.close()
             os.close(self._fd)
             self._fd = -1
@@ -117,20 +122,19 @@ class Reader:
             raise TransportError(f"a peer's counters cannot be read: {error}") from error
         finally:
             os.close(fd)
-        self._values = np.frombuffer(self._map, np.uint64)
+        self._values = _values(self._map)
         if self._map[:_TOKEN] != where.token:
             self.close()
             raise TransportError(f"{path} is another's page of counters: the peer counts its processes apart from ours")
 
     def value(self, lane: int) -> int:
         """The number of the lane's last launch that is over.  One load of eight aligned bytes, never half of it."""
-        return int(self._values[(lane + 1) * _LINE // 8])
+        return self._values[lane]
 
     def close(self) -> None:
         """Idempotent."""
-        if not self._map.closed:
-            self._values = np.empty(0, np.uint64)
-            self._map.close()
+        self._values.release()
+        self._map.close()
 
 
 class WritesHost(Protocol):
@@ -149,8 +153,10 @@ class Counters:
     Ownership: the page is ours until :meth:`close`.  Whoever has it open keeps it.
     """
 
-    def __init__(self, cuda: WritesHost, streams: list[int], settle: Callable[[], object]) -> None:
-        """Raises :class:`~kvbaton.errors.TransportError` where the device does not write what it should."""
+    def __init__(self, cuda: WritesHost, streams: list[int], settle: Callable[[], bool]) -> None:
+        """``settle`` waits until nothing is under way in the streams, and says whether that is so.
+
+        Raises :class:`~kvbaton.errors.TransportError` where the device does not write what it should."""
         try:
             self._page = Page()
         except OSError as error:
@@ -172,8 +178,8 @@ class Counters:
             found = self._read()
             if found != self._numbers:
                 raise TransportError(f"the device should have written {self._numbers}, and the host reads {found}")
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(quiet=isinstance(error, Exception) and settle())
             raise
 
     @property
@@ -189,14 +195,15 @@ class Counters:
     def _read(self) -> list[int]:
         return [self._page.value(lane) for lane in range(len(self._numbers))]
 
-    def close(self) -> None:
-        """Idempotent.  Where the device has not written all that it was to write, which it may do yet, or has failed,
-        the page stays as long as this process."""
+    def close(self, *, quiet: bool) -> None:
+        """Idempotent.  ``quiet``: nothing is under way in the streams.  Where that is not known, and the device has not
+        written all that it was to write, which it may do yet, or where it has failed, the page stays as long as this
+        process."""
         if self._closed:
             return
         self._closed = True
         try:
-            if self._read() == self._numbers:
+            if quiet or self._read() == self._numbers:
                 self._cuda.unpin(self._page.address)
                 self._page.close()
                 return

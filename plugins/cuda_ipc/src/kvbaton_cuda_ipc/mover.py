@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -140,9 +140,9 @@ class _Recorded:
         return True
 
 
-def _over(event: DeviceEvent) -> bool:
+def _over(query: Callable[[], bool]) -> bool:
     try:
-        return event.query()
+        return query()
     except Exception:
         return False  # a device that has failed says nothing of what it still does
 
@@ -319,14 +319,16 @@ class DeviceMover:
     def settle(self) -> bool:
         limit = time.monotonic() + _SETTLING
         try:
-            for lane in self._lanes:
-                while not lane.query():
-                    if time.monotonic() > limit:
-                        return False
-                    time.sleep(0.0001)
+            while not self._idle():
+                if time.monotonic() > limit:
+                    return False
+                time.sleep(0.0001)
         except Exception:
             return False  # a device that has failed says nothing of what it still does
         return True
+
+    def _idle(self) -> bool:
+        return all(lane.query() for lane in self._lanes)
 
     def figures(self) -> Mapping[str, float]:
         tables = len(self._free) + len(self._busy) + len(self._adrift) + (self._given is not None)
@@ -334,9 +336,9 @@ class DeviceMover:
 
     def close(self) -> None:
         if self._counters is not None:
-            self._counters.close()
+            self._counters.close(quiet=_over(self._idle))
         _NEVER_AGAIN.extend(self._adrift)
-        _NEVER_AGAIN.extend(table for table, event in self._busy if not _over(event))
+        _NEVER_AGAIN.extend(table for table, event in self._busy if not _over(event.query))
         self._given = None
         self._adrift.clear()
         self._busy.clear()
