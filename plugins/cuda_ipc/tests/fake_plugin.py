@@ -25,8 +25,8 @@ class FakePlugin(IpcPlugin):
     def cuda(self):
         return FakeCuda()
 
-    def mover(self, cuda, device, options):
-        return FakeMover(cuda)
+    def mover(self, cuda, device, options, *, counted):
+        return FakeMover(cuda, counted=counted)
 
     def connector(self):
         return HostConnector

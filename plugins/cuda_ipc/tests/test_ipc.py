@@ -732,7 +732,7 @@ class Here(IpcPlugin):
     def lacks(self):
         return self._lacks
 
-    def mover(self, cuda, device, options):
+    def mover(self, cuda, device, options, *, counted):
         raise RuntimeError("the kernel does not compile")
 
 

@@ -72,12 +72,13 @@ class IpcPlugin:
         """The driver, ``None`` where there is none, or none that finds a device."""
         return driver.load()
 
-    def mover(self, cuda: Cuda, device: int, options: IpcOptions) -> Mover:
-        """What moves bytes on a device.  Compiles its kernels, which takes seconds."""
+    def mover(self, cuda: Cuda, device: int, options: IpcOptions, *, counted: bool) -> Mover:
+        """What moves bytes on a device; ``counted``: and counts it for peers.  Compiles its kernels, which takes
+        seconds."""
         from kvbaton_cuda_ipc.mover import DeviceMover
 
         assert isinstance(cuda, driver.Driver)
-        return DeviceMover(cuda, device, options.programs, options.engine_above, counted=True)
+        return DeviceMover(cuda, device, options.programs, options.engine_above, counted=counted)
 
     def connector(self) -> type[IpcConnector]:
         from kvbaton_cuda_ipc.ipc import IpcConnector
@@ -140,7 +141,7 @@ class IpcPlugin:
         cuda = self.cuda()
         if cuda is None:
             raise TransportError("cuda_ipc: there is no CUDA driver, or no device that this process sees")
-        return RawKernel(cuda, lambda: self.mover(cuda, regions[0].device, options), regions)
+        return RawKernel(cuda, lambda: self.mover(cuda, regions[0].device, options, counted=False), regions)
 
     def open(self, options: IpcOptions, context: ConnectorContext) -> IpcConnector:
         """A connector for the stage ``context.peer``, which has the device ``context.device``."""
@@ -164,7 +165,7 @@ class IpcPlugin:
         wire = Wire(context.peer, PROTOCOL, Settings(options.ucx))
         try:
             cuda.enter(device)
-            mover = self.mover(cuda, device, options)
+            mover = self.mover(cuda, device, options, counted=True)
         except Exception:
             wire.close()
             raise
