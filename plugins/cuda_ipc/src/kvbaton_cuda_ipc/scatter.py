@@ -23,6 +23,8 @@ import triton.language as tl
 Column = npt.NDArray[np.int64]
 #: Three rows: source addresses, target addresses, lengths in bytes.
 Table = npt.NDArray[np.int64]
+#: Such rows, in one array or each by itself.
+Columns = Table | tuple[Column, ...]
 
 #: Bytes of a vector access; what both addresses and the length must be multiples of.
 ALIGNED = 16
@@ -165,14 +167,13 @@ def plan(
     where they are known.  Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here
     depends on what the addresses mean.
     """
-    source, target, length = runs
     if nbytes is None:
-        nbytes = int(np.add.reduce(length))
+        nbytes = int(np.add.reduce(runs[2]))
+    columns: Columns = runs
     if int(np.bitwise_or.reduce(runs, axis=None)) % ALIGNED == 0:
-        columns: tuple[Column, ...] = (source, target, length)
         total, narrow = nbytes, None
     else:
-        columns, narrow = _sort(source, target, length)
+        columns, narrow = _sort(*runs)
         total, longest = int(np.add.reduce(columns[2])), None
     if longest is None:
         longest = int(np.maximum.reduce(columns[2], initial=0))
@@ -200,7 +201,7 @@ def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, i
     return longest, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
 
 
-def _written(parts: tuple[tuple[Column, ...], ...], room: Callable[[int], Table]) -> Table:
+def _written(parts: tuple[Columns, ...], room: Callable[[int], Table]) -> Table:
     """A table of all these rows, one part after the other."""
     table = room(sum(len(part[0]) for part in parts))
     start = 0
@@ -212,7 +213,7 @@ def _written(parts: tuple[tuple[Column, ...], ...], room: Callable[[int], Table]
     return table
 
 
-def _sort(source: Column, target: Column, length: Column) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
+def _sort(source: Column, target: Column, length: Column) -> tuple[Columns, Columns]:
     """The aligned middles of runs whose ends are equally far from alignment, and everything else in short pieces."""
     alike = (source - target) % ALIGNED == 0
     before = np.where(alike, np.minimum(-source % ALIGNED, length), length)
@@ -227,7 +228,7 @@ def _sort(source: Column, target: Column, length: Column) -> tuple[tuple[Column,
     )
 
 
-def _cut(columns: tuple[Column, ...], piece: int) -> tuple[Column, ...]:
+def _cut(columns: Columns, piece: int) -> Columns:
     """The same bytes in rows of at most ``piece`` bytes."""
     source, target, length = columns
     pieces = -(-length // piece)
