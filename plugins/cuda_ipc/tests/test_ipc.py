@@ -202,6 +202,20 @@ def test_a_peer_that_hears_nothing_is_told_a_bounded_number_of_chunks(two, monke
     pair.until(lambda: pair.source.connector.submit(pair.chunk(99)))
 
 
+@pytest.mark.clause("T6")
+def test_as_many_are_under_way_as_may_be_also_once_the_peer_was_told_of_them(watched, monkeypatch):
+    """It is told when they begin, and can hear of none before it has come."""
+    monkeypatch.setattr(ipc, "MAX_UNHEARD", 4)
+    pair = watched(inflight=12)
+    for number in range(12):
+        assert pair.source.connector.submit(pair.chunk(number, length=8))
+        pair.source.poll()
+    assert pair.source.connector._links[pair.target.peer].told == 12
+    assert not pair.source.connector.submit(pair.chunk(12))
+    pair.source.mover.finish(12)
+    pair.until(lambda: len(pair.target.receipts) == 12)
+
+
 # -- what the device says by itself ----------------------------------------------------------------------------------
 
 
@@ -498,6 +512,25 @@ def test_a_device_that_says_nothing_any_more_makes_nothing_quiet(two):
     for _ in range(10):
         source.poll()
     assert not any(event.quiet for event in source.downs)
+
+
+@pytest.mark.clause("T5", "C6.1", "C6.4")
+def test_what_was_being_started_when_its_thread_was_interrupted_is_not_quiet(two):
+    """Nor is it lost: it ends, and the link is never quiet while the peer's memory may be written."""
+    pair = two().connect()
+    source = pair.source
+    source.mover.fails = KeyboardInterrupt()
+    source.connector.submit(pair.chunk(0))
+    with pytest.raises(KeyboardInterrupt):
+        source.connector.poll()
+    assert source.connector.outstanding() == 1
+    source.poll()
+    (failed,) = source.completions
+    assert (failed.outcome, failed.source_quiet, failed.target_quiet) == (Outcome.FAILED, False, False)
+    source.connector.disconnect(pair.target.peer)
+    for _ in range(10):
+        source.poll()
+    assert not source.downs
 
 
 @pytest.mark.clause("T5", "T7")

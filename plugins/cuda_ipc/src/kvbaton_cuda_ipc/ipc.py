@@ -87,7 +87,8 @@ _log = logging.getLogger(__name__)
 PROTOCOL = "cuda_ipc/2"
 #: Chunks that a peer may have begun and that have not come: no peer of ours begins more.
 MAX_EXPECTED = 8192
-#: Chunks of which a peer was told and has not said that it heard, at most: one that stands still is told no more.
+#: Chunks of which a peer was told and has not said that it heard, at most, or as many as may be under way where these
+#: are more: one that stands still is told no more.
 MAX_UNHEARD = 1024
 #: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
 GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
@@ -200,6 +201,8 @@ class IpcConnector(ConnectorBase):
         self._mover = mover
         self._wire = wire
         self._inflight = inflight
+        # what is under way may have been told already, and is no sign of a peer that stands still
+        self._unheard = max(MAX_UNHEARD, inflight)
         self._links: dict[PeerId, _Link] = {}
         #: Links that are down, and may still be written or read through.
         self._ebbing: dict[PeerId, _Link] = {}
@@ -384,7 +387,7 @@ class IpcConnector(ConnectorBase):
         for it, refuse (T6).
 
         There is none while as many are under way as may be, or while a peer that stands still has not heard of many
-        that are done.
+        that it was told of.
         """
         link = self._links.get(chunk.peer)
         if link is None or link.mapping is None or link.lost is not None or link.closing:
@@ -392,7 +395,7 @@ class IpcConnector(ConnectorBase):
             self._completions.append(_failed(chunk, error))
             return True
         queued = link.queued
-        if len(link.flights) + len(queued) >= self._inflight or link.told - link.acknowledged >= MAX_UNHEARD:
+        if len(link.flights) + len(queued) >= self._inflight or link.told - link.acknowledged >= self._unheard:
             return False
         if not chunk.nbytes:
             link.flights.append(_Flight(chunk, None))
@@ -451,14 +454,17 @@ class IpcConnector(ConnectorBase):
             link.book.addresses([chunk.target for chunk in chunks], runs[1])
             np.concatenate([segments.length for segments in sources], out=runs[2])
             event = self._mover.start(runs, nbytes)
-        except Exception as error:
-            adrift = isinstance(error, Adrift)
+        except BaseException as error:
+            # who is interrupted cannot know what was begun
+            adrift = isinstance(error, Adrift) or not isinstance(error, Exception)
             for chunk in chunks:
                 what = f"chunk {chunk.sequence} of transfer {chunk.transfer} to {chunk.peer}"
                 cause = TransportError(f"T5: {what} was not started: {error}", peer=chunk.peer)
                 cause.__cause__ = error
                 link.adrift += adrift
                 self._completions.append(_failed(chunk, cause, quiet=not adrift))
+            if not isinstance(error, Exception):
+                raise
             return
         mark = event.mark if link.watched else None
         if mark is not None:
