@@ -272,7 +272,8 @@ class Source:
         """Where the time of a hand-off goes, medians in microseconds.  Of the source's thread: a chunk in ``submit``;
         what moves bytes being started, which several chunks may share, and within that its plan and the call that
         launches it; from the first call until the first launch has been begun (``first``); from the last completion
-        here until the target has passed on the last receipt (``tail``).  Of the device: one launch of a chunk alone
+        here until the target has passed on the last receipt (``tail``), which is negative where the target sees by the
+        device's counter what has come, before this thread does.  Of the device: one launch of a chunk alone
         (``launch``)."""
         guard = self.guard
         mover = guard._connector._mover  # type: ignore[attr-defined]

@@ -5,10 +5,15 @@ itself writes the launch's number there, in the order of the lane.  Whoever was 
 of a lane, and reads *n* or more, knows that it has ended, without a word of the source's: its thread may be held up by
 whatever else runs in its interpreter.
 
-**Order** (T3).  A stream's write comes after everything before it in that stream, and behind a fence at system scope
-(``cuStreamWriteValue64`` without ``CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER``): whoever sees the number sees the bytes.
-A launch that fails ends its context, and nothing behind it is carried out; so a number is never ahead of its bytes, and
-one that does not come proves nothing.
+**Order** (T3).  A stream's write comes after everything before it in that stream, kernels and copies of the engine, and
+behind a fence for the whole stream that is what ``__threadfence_system`` is for a thread: for the host and for peer
+devices, too.  (That is the default of ``cuStreamWriteValue64``, and since CUDA 11.7 there is nothing else.)  So whoever
+sees the number sees the bytes.  A launch that fails ends its context, and nothing behind it is carried out; so a number
+is never ahead of its bytes, and one that does not come proves nothing.
+
+The reader's load is a plain one, and needs no more on processors that order weakly: the bytes are in a device's memory,
+which the host reads and launches on by asking the device, and to ask is to store, which no processor does ahead of the
+branch that it depends on.  Nothing is read out of the page beside the number.
 
 **Sharing.**  The page belongs to no file that could be left behind: it is opened through the owner's descriptor
 (``/proc/PID/fd/N``), for reading only, by a process of the same user that sees the owner under the same number; a

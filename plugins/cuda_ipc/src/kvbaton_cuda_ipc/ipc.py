@@ -6,20 +6,22 @@ two chunks after a ``poll`` are started together, the next four, then eight, and
 more than four chunks the last ones by themselves: within a device a copy of 64 MiB takes no longer than it costs to
 begin one, and the device is busy with what was started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
-**Receipts**: the source says at once with which launch a chunk went (``Begun``), and its device raises a counter that
-the destination reads (:mod:`~kvbaton_cuda_ipc.counters`), so that nothing waits for a turn of the source's thread and a
-word behind the last copy.  Where the destination cannot read it, a word follows the copy (``Written``).
+**Receipts**: the source says with which launch a chunk went while the device is at it (``Begun``; what ``submit`` has
+started, the next ``poll`` or ``wait`` says), and its device raises a counter that the destination reads
+(:mod:`~kvbaton_cuda_ipc.counters`), so that nothing waits for a turn of the source's thread and a word behind the last
+copy.  Where the destination cannot read it, a word follows the copy (``Written``).
 
 **Visibility** (T3).  The kernel's and the engine's writes are weak, and nothing in the kernel publishes them.  What
-does is its end.  *By a counter*: the device writes it in the order of the stream, thus after the end of the grid, and
-behind a fence at system scope, thus after all writes of the grid have been performed with regard to the whole system,
-the memory of peers included; who reads the number reads it after that.  *By a word*: an event recorded behind a launch
-is complete only when the same holds, and a query that finds it complete synchronises with that end; the word is sent by
-the host thread that made that query and after it, and a message through UCX is received after it was sent.  Either way
-whatever the destination starts on its device or reads by its host after ``poll()`` has returned the receipt is ordered
-behind that.  So the order is: writes, end of the grid, counter (or event, query, word), receipt, the destination's next
-launch; each step synchronises with the one before, and no fence inside of the kernel would add anything.  A kernel of
-the destination's that *runs* at that time is not ordered, and reads none of these bytes: they are reserved (C2.7).
+does is the end of the grid, or of the copy.  *By a counter*: the device writes it in the order of the stream, thus
+after that end, and behind a fence at system scope, thus after all writes before it have been performed with regard to
+the whole system, the memory of peers included; who reads the number reads it after that.  *By a word*: an event
+recorded behind a launch is complete only when the same holds, and a query that finds it complete synchronises with that
+end; the word is sent by the host thread that made that query and after it, and a message through UCX is received after
+it was sent.  Either way whatever the destination starts on its device or reads by its host after ``poll()`` has
+returned the receipt is ordered behind that.  So the order is: writes, their end, counter (or event, query, word),
+receipt, the destination's next launch; each step is ordered behind the one before, and no fence inside of the kernel
+would add anything.  A kernel of the destination's that *runs* at that time is not ordered, and reads none of these
+bytes: they are reserved (C2.7).
 
 **Quiet** (T5, C6.4).  A copy whose event is complete reads and writes nothing any more.  Until then it may, whatever
 has become of the peer: the driver keeps a dead peer's memory for as long as we have it mapped, so a copy to it ends by
