@@ -90,6 +90,15 @@ def test_the_licence_of_every_dependency_is_known_and_compatible() -> None:
     assert not wrong, wrong
 
 
+def test_what_wheels_are_tried_with_is_the_oldest_that_is_declared() -> None:
+    """Then a bound that was never true is seen: else everything is tried with what was newest when it was pinned."""
+    declared = {named(line): line.partition(">=")[2].partition(",")[0] for d in ALL for line in d.requirements()}
+    pins = [line.split("==") for line in workspace_settings()["tool"]["kvbaton"]["wheels"]["oldest"] if "==" in line]
+    assert pins
+    for name, version in pins:
+        assert version.removesuffix(".0") == declared[name], name
+
+
 def test_what_is_not_run_from_a_wheel_is_run_from_the_source_tree() -> None:
     for file in workspace_settings()["tool"]["kvbaton"]["wheels"]["left-out"]:
         assert (ROOT / file).is_file(), file

@@ -5,8 +5,9 @@ in the sdist, every file of the source tree, no stray ones) and at what an index
 install the wheel with its dependencies and nothing else; import it and load its entry points; see that torch came along
 only where it is a declared dependency; then add what its tests need (its dependency group ``test``, first-party members
 taken from the wheels just built; and ``test-without-dependencies``), import every module, and run its tests on a copy,
-so that nothing can come from the source tree.  Where all are tried, the doors of the conformance kit are opened too
-(``check_doors.py``).
+so that nothing can come from the source tree.  Versions are those of ``constraints.txt``, and the oldest that is
+declared of what ``tool.kvbaton.wheels`` of the workspace calls so.  Where all are tried, the doors of the conformance
+kit are opened too (``check_doors.py``).
 
     python tools/check_wheels.py                 # all of them
     python tools/check_wheels.py kvbaton         # only the named ones
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -191,12 +193,11 @@ def release(known: Sequence[Distribution], into: Path, tag: str) -> None:
     print("\n".join(sorted(file.name for file in into.iterdir())))
 
 
-def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch: Path) -> None:
+def try_out(distribution: Distribution, wheels: Path, constraints: dict[str, str], scratch: Path) -> None:
     """Install the wheel in a new environment, look at it, and run the distribution's tests against it."""
     run("making an empty environment", [sys.executable, "-m", "venv", "--without-pip", "env"], scratch)
     python = scratch / "env" / "bin" / "python"
     install: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "-qq"]
-    constraints = {"PIP_CONSTRAINT": f"{ROOT / 'constraints.txt'} {first_party}"}
     run("installing the wheel", [*install, wheels / distribution.wheel], scratch, **constraints)
     facts = (distribution.name, distribution.package, "torch" if distribution.needs_torch else "no torch")
     run("importing it", [python, "-I", "-c", LOADS, *facts], scratch)
@@ -224,10 +225,23 @@ def try_out(distribution: Distribution, wheels: Path, first_party: Path, scratch
     run("importing it after its tests' needs were added", [python, "-I", "-c", LOADS, *facts], scratch)
 
 
+def settings() -> dict[str, Any]:
+    """``tool.kvbaton.wheels`` of the workspace."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvbaton"]["wheels"]
+    return found
+
+
+def constraints_with_oldest() -> str:
+    """``constraints.txt``, but of what the settings call ``oldest``, which the other environments have as new."""
+    oldest = settings()["oldest"]
+    names = {re.split("[=<>~]", line)[0] for line in oldest}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return "\n".join([*(line for line in lines if re.split("[=<>~]", line)[0] not in names), *oldest, ""])
+
+
 def left_out(distribution: Distribution) -> list[Path]:
-    """What is run from the source tree only, because it takes long (``tool.kvbaton.wheels`` of the workspace)."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["kvbaton"]["wheels"]
-    files = [ROOT / file for file in settings["left-out"]]
+    """What is run from the source tree only, because it takes long."""
+    files = [ROOT / file for file in settings()["left-out"]]
     return [file for file in files if file.is_relative_to(distribution.folder / "tests")]
 
 
@@ -257,6 +271,9 @@ def main() -> int:
             build(distribution, wheels)
         # Our own names come from these wheels and from nowhere else, whatever an index offers under them.
         first_party.write_text("".join(f"{d.name} @ {(wheels / d.wheel).as_uri()}\n" for d in known))
+        others = Path(temporary) / "constraints.txt"
+        others.write_text(constraints_with_oldest())
+        constraints = {"PIP_CONSTRAINT": f"{others} {first_party}"}
         for distribution in known:
             if distribution.name not in chosen:
                 continue
@@ -265,7 +282,7 @@ def main() -> int:
             scratch.mkdir()
             started = time.monotonic()
             try:
-                try_out(distribution, wheels, first_party, scratch)
+                try_out(distribution, wheels, constraints, scratch)
             except Unfit as reason:
                 failures.append(f"{distribution.name}: {reason}")
             shutil.rmtree(scratch)

@@ -47,13 +47,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def byte_tokens() -> list[str]:
-    """GPT-2's alphabet of bytes, with the last replaced by a merged token."""
-    return [*sorted(pre_tokenizers.ByteLevel.alphabet())[:255], "he"]
+    """GPT-2's alphabet of bytes, with the last two replaced by merged tokens."""
+    return [*sorted(pre_tokenizers.ByteLevel.alphabet())[:254], "he", "re"]
 
 
 @pytest.fixture(scope="module")
 def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GGUF file of a tiny Llama."""
+    """A GGUF file of a tiny Llama, with all that transformers 5.17 needs to read one: a first token, several merges."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     config, model = tiny_llama_config(), tiny_llama(4)
     writer = gguf.GGUFWriter(path, "llama")
@@ -70,7 +70,8 @@ def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(byte_tokens())
     writer.add_token_types([1] * 256)
-    writer.add_token_merges(["h e"])
+    writer.add_token_merges(["h e", "r e"])
+    writer.add_bos_token_id(7)
     writer.add_eos_token_id(7)
     names = {
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from kvbaton_transformers.looped import Layout, LoopedModel, LoopOptions
 from kvbaton_transformers.paged import KVSpec, PagedKV
 from kvbaton_transformers.runner import Row, Runner
-from kvbaton_transformers.support import probe
+from kvbaton_transformers.support import cache_argument, probe
 from kvbaton_transformers.testing import tiny_llama, tiny_looped
 
 BLOCK = 4
@@ -69,7 +69,10 @@ def naive(model: LoopedModel, tokens: Sequence[int]) -> tuple[torch.Tensor, list
                     seen = [passes[min(depth, len(passes) - 1)][layer] for passes in written[:position]]
                     cache.update(torch.cat([k for k, _ in seen], dim=2), torch.cat([v for _, v in seen], dim=2), layer)
             hidden = model.decoder.base_model(
-                inputs_embeds=hidden, position_ids=torch.tensor([[position]]), cache=cache, use_cache=True
+                inputs_embeds=hidden,
+                position_ids=torch.tensor([[position]]),
+                use_cache=True,
+                **{cache_argument(model.decoder): cache},
             ).last_hidden_state
             written[-1].append([(layer.keys[:, :, -1:], layer.values[:, :, -1:]) for layer in cache.layers])
             if bool(model.exits(hidden)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from kvbaton_transformers.looped import LoopedModel
 from kvbaton_transformers.paged import KVSpec, PagedKV
 from kvbaton_transformers.random_weights import random_model
 from kvbaton_transformers.runner import Batching, Row, Runner, attend_repeatably
-from kvbaton_transformers.support import probe
+from kvbaton_transformers.support import cache_argument, largest_kv, probe
 from kvbaton_transformers.testing import tiny_llama, tiny_looped, tiny_qwen
 
 BLOCK = 4
@@ -71,12 +73,38 @@ def kv(run: Runner, length: int, table: Sequence[int] = TABLE) -> torch.Tensor:
 
 
 @pytest.mark.clause("A1")
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("looped", [False, True], ids=["plain", "looped"])
+def test_a_cache_is_given_by_the_name_that_a_model_has_for_it(name: str, looped: bool) -> None:
+    """Transformers called it ``past_key_values`` until 5.23, and model code that is not its own still does."""
+    model, tokens = (tiny_looped if looped else tiny_llama)(), prompt(9)
+    expected = prefill(runner(model), tokens)
+    decoder = model.decoder if isinstance(model, LoopedModel) else model
+    base, theirs = decoder.base_model, cache_argument(decoder)
+    inner = base.forward
+
+    def forward(**given: Any) -> Any:
+        assert set(given) <= set(inspect.signature(base.forward).parameters)
+        return inner(**{theirs if word == name else word: value for word, value in given.items()})
+
+    words = ["input_ids", "inputs_embeds", "attention_mask", "position_ids", name, "use_cache"]
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=None) for word in words]
+    )
+    base.forward = forward
+    assert cache_argument(decoder) == name
+    again = LoopedModel(decoder, model.options) if isinstance(model, LoopedModel) else model
+    assert torch.equal(prefill(runner(again), tokens), expected)
+    assert [value.shape for value in largest_kv(decoder)] == [(2,), (2,)]
+
+
+@pytest.mark.clause("A1")
 @FACTORIES
 def test_the_paged_forward_is_the_models_own(factory: Callable[..., PreTrainedModel]) -> None:
     model, tokens = factory(), prompt(21)
     cache = DynamicCache()
     with torch.no_grad():
-        own = model(torch.tensor([tokens]), cache=cache, use_cache=True)
+        own = model(torch.tensor([tokens]), use_cache=True, **{cache_argument(model): cache})
     run = runner(model)
     hidden = prefill(run, tokens)
     torch.testing.assert_close(run.logits(hidden), own.logits[:, -1], rtol=0, atol=1e-5)

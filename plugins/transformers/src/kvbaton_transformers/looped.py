@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvbaton_transformers.paged import PagedCache, PagedKV, RowIndex
+from kvbaton_transformers.support import cache_argument
 
 
 class Layout(enum.Enum):
@@ -65,6 +66,7 @@ class LoopedModel(nn.Module):
     def __init__(self, decoder: PreTrainedModel, options: LoopOptions) -> None:
         super().__init__()
         self.decoder, self.options = decoder, options
+        self._takes = cache_argument(decoder)
         hidden = decoder.config.get_text_config().hidden_size
         generator = torch.Generator().manual_seed(options.gate_seed)
         # The normed hidden state has unit mean square, so scores are about standard normal.  Kept in float32: an exit
@@ -114,8 +116,8 @@ class LoopedModel(nn.Module):
                 inputs_embeds=hidden[rows],
                 attention_mask=index.mask,
                 position_ids=index.positions,
-                cache=PagedCache(storage, plane, index, None if bool(writes.all()) else writes),
                 use_cache=True,
+                **{self._takes: PagedCache(storage, plane, index, None if bool(writes.all()) else writes)},
             ).last_hidden_state
             hidden[rows] = torch.where(writes[..., None], result, hidden[rows])
             depths += running

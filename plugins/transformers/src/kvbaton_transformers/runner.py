@@ -20,6 +20,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvbaton.errors import UnsupportedModel
 from kvbaton_transformers.looped import Layout, LoopedModel
 from kvbaton_transformers.paged import PagedCache, PagedKV, RowIndex
+from kvbaton_transformers.support import cache_argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Runner:
         self.model, self.storage, self.batching = model, storage, batching
         decoder = model.decoder if isinstance(model, LoopedModel) else model
         self._base = decoder.base_model
+        self._takes = cache_argument(decoder)
         self._tail = _logits_tail(decoder, storage.spec.shape.hidden)
         attend_repeatably(storage.device)
 
@@ -163,8 +165,8 @@ class Runner:
             input_ids=token_ids,
             attention_mask=index.mask,
             position_ids=index.positions,
-            cache=PagedCache(self.storage, 0, index),
             use_cache=True,
+            **{self._takes: PagedCache(self.storage, 0, index)},
         ).last_hidden_state
         return hidden, [(1,) * index.new] * index.rows
 

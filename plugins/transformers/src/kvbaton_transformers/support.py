@@ -157,17 +157,23 @@ def _observe(model: PreTrainedModel) -> tuple[_Watching, bool, int]:
     first = torch.tensor([[1, 2]], device=device)
     with watch:
         hidden = model.base_model(
-            input_ids=first, position_ids=positions, cache=cache, use_cache=True
+            input_ids=first, position_ids=positions, use_cache=True, **{cache_argument(model): cache}
         ).last_hidden_state
     ahead = watch.unmasked
     if not ahead and hidden.device.type != "meta":
         other = torch.tensor([[1, 3]], device=device)
         changed = model.base_model(
-            input_ids=other, position_ids=positions, cache=_Watching(), use_cache=True
+            input_ids=other, position_ids=positions, use_cache=True, **{cache_argument(model): _Watching()}
         ).last_hidden_state
         # the roundings of another batch of experts aside, the first token cannot know the second
         ahead = not torch.allclose(hidden[0, 0].float(), changed[0, 0].float(), rtol=0.05, atol=0.05)
     return cache, ahead, hidden.shape[-1]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """By which name a decoder stack takes its cache: ``cache`` since transformers 5.24, ``past_key_values`` before, and
+    still where a model's code is not transformers' own."""
+    return "cache" if "cache" in inspect.signature(model.base_model.forward).parameters else "past_key_values"
 
 
 def probe(model: PreTrainedModel, source: str = "") -> KVShape:
@@ -196,9 +202,8 @@ def largest_kv(model: PreTrainedModel, tokens: int = 64) -> tuple[torch.Tensor, 
     # A large prime as the step scatters them.
     ids = (torch.arange(tokens, device=model.device) * 7919 % vocabulary)[None]
     cache = _Watching()
-    model.base_model(
-        input_ids=ids, position_ids=torch.arange(tokens, device=model.device)[None], cache=cache, use_cache=True
-    )
+    positions = torch.arange(tokens, device=model.device)[None]
+    model.base_model(input_ids=ids, position_ids=positions, use_cache=True, **{cache_argument(model): cache})
     keys, values = zip(*((key.abs().amax(), value.abs().amax()) for _, key, value in cache.written), strict=True)
     return torch.stack(keys), torch.stack(values)
 
@@ -210,7 +215,9 @@ def _judge_forward(model: PreTrainedModel, source: str) -> None:
         reason = "its decoder stack does not run apart from its output head"
         raise _unsupported(model.config, source, [reason], [reason])
     takes = inspect.signature(model.base_model.forward).parameters
-    absent = [what for what in ("inputs_embeds", "attention_mask", "position_ids", "cache") if what not in takes]
+    absent = [what for what in ("inputs_embeds", "attention_mask", "position_ids") if what not in takes]
+    if cache_argument(model) not in takes:
+        absent.append("a cache")
     if absent:
         reason = f"its forward does not take {', '.join(absent)}"
         raise _unsupported(model.config, source, [reason], absent)
