@@ -1,5 +1,6 @@
 """A page of counters, between its owner and whoever reads it: here, and in another process."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.errors import TransportError
+from kvbaton_cuda_ipc import counters
 from kvbaton_cuda_ipc.counters import MAX_LANES, Page, Reader, Where
 
 
@@ -74,17 +76,19 @@ def test_what_is_no_page_is_not_read(page, tmp_path):
     read, write = os.pipe()
     file = (tmp_path / "file").open("wb")
     file.truncate(page.nbytes)
-    short = os.memfd_create("short", os.MFD_ALLOW_SEALING)
+    short = os.memfd_create("kvbaton-counters", os.MFD_ALLOW_SEALING)
+    open_ended = os.memfd_create("kvbaton-counters", os.MFD_ALLOW_SEALING)
+    os.write(open_ended, page.where.token.ljust(page.nbytes))
     ours = os.getpid()
     wrong = [
         (ours, another.where.fd, "another's page"), (ours, read, "no page"), (ours, short, "no page"),
-        (ours, file.fileno(), "cannot be read"), (ours, 1 << 20, "cannot be opened"),
+        (ours, open_ended, "no page"), (ours, file.fileno(), "no page"), (ours, 1 << 20, "cannot be opened"),
         ((1 << 31) - 1, page.where.fd, "cannot be opened"),
     ]  # fmt: skip
     for pid, fd, why in wrong:
         with pytest.raises(TransportError, match=why):
             Reader(Where(pid, fd, page.where.token))
-    for fd in (read, write, short):
+    for fd in (read, write, short, open_ended):
         os.close(fd)
     file.close()
     assert descriptors() == before
@@ -99,3 +103,74 @@ def test_a_reader_cannot_write_and_nobody_can_take_memory_from_it(page):
     with pytest.raises(PermissionError):
         os.ftruncate(page.where.fd, 0)
     reader.close()
+
+
+@pytest.mark.clause("T2", "T10")
+def test_a_file_that_is_no_page_is_not_opened(page, tmp_path):
+    """Whose peer counts its processes apart may look at a file of its own: to close it would end its locks there."""
+    file = (tmp_path / "database").open("wb")
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    with pytest.raises(TransportError, match="no page"):
+        Reader(Where(os.getpid(), file.fileno(), page.where.token))
+    other = f"import fcntl\nfcntl.lockf(open({file.name!r}, 'wb'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    tried = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+    assert "BlockingIOError" in tried.stderr, "the lock is gone"
+    file.close()
+
+
+@pytest.mark.clause("T13")
+def test_a_python_that_was_built_for_an_old_c_library_has_counters_too():
+    """It names neither the call nor its flags; uv's and conda's do not."""
+    program = """
+import fcntl, os
+for module, begins in ((os, ("memfd_create", "MFD_")), (fcntl, ("F_SEAL", "F_ADD_SEALS", "F_GET_SEALS"))):
+    for name in [name for name in dir(module) if name.startswith(begins)]:
+        delattr(module, name)
+from kvbaton_cuda_ipc.counters import Page, Reader
+page = Page()
+page.write(1, 77)
+print(Reader(page.where).value(1), os.get_inheritable(page.where.fd))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "77 False\n", ran.stderr
+
+
+@pytest.mark.clause("T13")
+def test_a_c_library_that_has_no_such_memory_is_told(monkeypatch):
+    monkeypatch.setattr(counters.ctypes, "CDLL", lambda *_, **__: object())
+    with pytest.raises(OSError, match="no memfd_create"):
+        Page()
+
+
+@pytest.mark.clause("T10", "T7")
+def test_where_no_descriptors_are_left_nothing_else_is_raised_and_nothing_is_left_open():
+    program = """
+import os, resource
+from kvbaton.errors import TransportError
+from kvbaton_cuda_ipc.counters import Page, Reader
+page, hard = Page(), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+before = sorted(os.listdir("/proc/self/fd"))
+for make, refusal in ((Page, OSError), (lambda: Reader(page.where), TransportError)):
+    for free in range(4):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        held = []
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            pass
+        for fd in held[:free]:
+            os.close(fd)
+        try:
+            make().close()
+        except refusal:
+            print("refused", end=" ")
+        else:
+            print("made", end=" ")
+        for fd in held[free:]:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        assert sorted(os.listdir("/proc/self/fd")) == before
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.split() == ["refused", "refused", "made", "made"] * 2, ran.stderr

@@ -25,11 +25,12 @@ Threading: a reader may be another process at any time; everything else is of th
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import secrets
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -46,7 +47,13 @@ _PAGE, _TOKEN, _LINE = 4096, 16, 64
 MAX_LANES = _PAGE // _LINE - 1
 #: Pages that a device may write yet, for as long as this process lives: their memory must not be somebody else's.
 _NEVER_AGAIN: list[Page] = []
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: A page's name, and how ``/proc`` shows it.
+_NAME = "kvbaton-counters"
+_SHOWN = f"/memfd:{_NAME}"
+# Linux's own numbers.  A Python that was built for an old C library, uv's and conda's are, has no names for them
+_CLOEXEC, _ALLOW_SEALING = 1, 2
+_ADD_SEALS, _GET_SEALS = 1033, 1034
+_SEALS = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 
 
 class Where(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -62,14 +69,25 @@ def _values(page: mmap.mmap) -> memoryview[int]:
     return memoryview(page).cast("Q")[_LINE // 8 :: _LINE // 8]
 
 
+def _memory() -> int:
+    """A descriptor of new memory that belongs to no file.  For the same reason asked of the C library itself."""
+    create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    if create is None:
+        raise OSError(errno.ENOSYS, "the C library has no memfd_create")
+    fd = int(create(_NAME.encode(), ctypes.c_uint(_CLOEXEC | _ALLOW_SEALING)))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
 class Page:
     """A page of our own.  Raises :class:`OSError` where there can be none."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("kvbaton-counters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = _memory()
         try:
             os.ftruncate(self._fd, _PAGE)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self._fd, _PAGE)
         except BaseException:
             os.close(self._fd)
@@ -113,14 +131,14 @@ class Reader:
     def __init__(self, where: Where) -> None:
         path = Path(f"/proc/{where.pid}/fd/{where.fd}")
         try:
-            # to open what it is not could wait, or do something
-            if not stat.S_ISREG(path.stat().st_mode):
+            # to open what it is not could wait, or do something; to close it would end the locks we have on it (POSIX)
+            if not str(path.readlink()).startswith(_SHOWN):
                 raise TransportError(f"{path} is no page of counters: the peer counts its processes apart from ours")
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise TransportError(f"a peer's counters cannot be opened: {error}") from error
         try:
-            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != _PAGE:
+            if fcntl.fcntl(fd, _GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != _PAGE:
                 raise TransportError(f"{path} is no page of counters: the peer counts its processes apart from ours")
             self._map = mmap.mmap(fd, _PAGE, prot=mmap.PROT_READ)
         except OSError as error:
