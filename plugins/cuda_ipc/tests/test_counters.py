@@ -77,6 +77,7 @@ def test_what_is_no_page_is_not_read(page, tmp_path):
     file = (tmp_path / "file").open("wb")
     file.truncate(page.nbytes)
     short = os.memfd_create("kvbaton-counters", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(short, counters._ADD_SEALS, counters._SEALS)
     open_ended = os.memfd_create("kvbaton-counters", os.MFD_ALLOW_SEALING)
     os.write(open_ended, page.where.token.ljust(page.nbytes))
     ours = os.getpid()

@@ -261,6 +261,33 @@ def test_lanes_are_counted_by_themselves(watched):
     assert sorted(receipt.sequence for receipt in pair.target.receipts) == [0, 1, 2]
 
 
+@pytest.mark.clause("T4")
+def test_who_waits_says_what_has_begun(watched):
+    """Also where a submit has started it."""
+    pair = watched()
+    several(pair, 3)
+    pair.source.mover.finish(1)
+    pair.source.connector.wait(0.001)
+    pair.source.mover.finish(1)
+    pair.ends = [pair.target]
+    pair.until(lambda: len(pair.target.receipts) == 3)
+
+
+@pytest.mark.clause("T10", "T12")
+@pytest.mark.parametrize("how", ["agreed", "closed"])
+def test_counters_are_let_go_of_with_their_link(watched, how):
+    pair = watched()
+    reader = pair.target.connector._links[pair.source.peer].reader
+    assert reader.value(0) == 0
+    if how == "agreed":
+        pair.source.connector.disconnect(pair.target.peer)
+        pair.until(lambda: pair.source.downs and pair.target.downs)
+    else:
+        pair.target.connector.close()
+    with pytest.raises(ValueError, match="released"):
+        reader.value(0)
+
+
 @pytest.mark.clause("T3", "T4")
 def test_what_was_begun_before_the_peer_said_that_it_reads_is_told_by_a_word(watched):
     pair = watched()
