@@ -9,7 +9,8 @@ whatever else runs in its interpreter.
 behind a fence for the whole stream that is what ``__threadfence_system`` is for a thread: for the host and for peer
 devices, too.  (That is the default of ``cuStreamWriteValue64``, and since CUDA 11.7 there is nothing else.)  So whoever
 sees the number sees the bytes.  A launch that fails ends its context, and nothing behind it is carried out; so a number
-is never ahead of its bytes, and one that does not come proves nothing.
+is never ahead of its bytes, and one that does not come proves nothing.  The event of a launch is recorded behind its
+number: whoever is told by who has seen that, as by a *bye*, finds the number there.
 
 The reader's load is a plain one, and needs no more on processors that order weakly: the bytes are in a device's memory,
 which the host reads and launches on by asking the device, and to ask is to store, which no processor does ahead of the

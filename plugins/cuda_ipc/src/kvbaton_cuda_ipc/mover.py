@@ -253,6 +253,7 @@ class DeviceMover:
                 self._by_kernel(runs, longest, nbytes, stream)
                 launched = True
             mark = None if counters is None else Mark(lane, counters.raise_behind(lane))
+            # behind the number: where the event was seen, nobody who reads it then reads too little
             event = self._events.record(stream, mark)
             if launched:
                 assert self._given is not None
