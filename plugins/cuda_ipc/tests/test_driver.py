@@ -72,6 +72,7 @@ def test_pages_of_the_host_are_written_by_a_device_behind_a_fence():
     assert driver.pin(0x7000, 4096) == 0x107000
     driver.write_behind(3, 0x107040, 1 << 40)
     driver.unpin(0x7000)
+    assert library.arguments["cuMemHostRegister_v2"][2].value == 3  # in every context, and where devices see it
     assert library.arguments["cuStreamWriteValue64_v2"] == (3, 0x107040, 1 << 40, 0)  # 0: not without a fence
     assert library.calls[-4:] == [
         "cuMemHostRegister_v2", "cuMemHostGetDevicePointer_v2", "cuStreamWriteValue64_v2", "cuMemHostUnregister"

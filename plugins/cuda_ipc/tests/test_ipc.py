@@ -13,7 +13,7 @@ from kvbaton.connector import Chunk, ConnectorContext, Endpoint, MemoryRegion, O
 from kvbaton.errors import ConnectError, Outstanding, RegistrationError, TransportError
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.segments import Segments
-from kvbaton_cuda_ipc import ipc
+from kvbaton_cuda_ipc import ipc, ipc_words
 from kvbaton_cuda_ipc.counters import MAX_LANES
 from kvbaton_cuda_ipc.driver import DriverError
 from kvbaton_cuda_ipc.ipc import AddressBook, IpcConnector
@@ -242,6 +242,10 @@ def test_a_receipt_does_not_wait_for_the_sources_thread(watched):
     assert [one.outcome for one in source.completions] == [Outcome.DONE] * 3
     assert target.connector.statistics()["counted_receipts_total"] == 3
     assert link.expected == 0
+    pair.ends = [source, target]
+    there = source.connector._links[target.peer]
+    pair.until(lambda: there.acknowledged == 3)  # or a peer that only counts would be taken for one that stands still
+    assert there.told == 3
 
 
 @pytest.mark.clause("T3", "T5")
@@ -315,9 +319,11 @@ def test_counters_that_cannot_be_read_are_done_without(pairs, monkeypatch, caplo
     with caplog.at_level("INFO", "kvbaton_cuda_ipc"):
         pair = pairs(patience=0).connect()
     assert "Permission denied" in caplog.text
-    several(pair, 3)
-    pair.until(lambda: len(pair.target.receipts) == 3)
+    for count in (3, 6):  # the second time whatever was said when the link came up has been heard
+        several(pair, 3)
+        pair.until(lambda count=count: len(pair.target.receipts) == count)
     assert pair.target.connector.statistics()["counted_receipts_total"] == 0
+    assert not pair.source.connector._links[pair.target.peer].watched
 
 
 @pytest.mark.clause("T7", "T4")
@@ -361,6 +367,47 @@ def test_launches_that_cannot_have_been_begun_end_the_link(watched, wrong, monke
     assert not pair.target.downs[0].quiet
     assert "C9.3" in str(pair.target.downs[0].error) or "C7.4" in str(pair.target.downs[0].error)
     assert not pair.target.receipts
+
+
+@pytest.mark.clause("T4", "C7.4")
+def test_what_has_come_is_received_though_bye_is_heard_first_and_the_rest_has_failed(watched):
+    """The destination looks at the counters less often than words come."""
+    pair = watched()
+    source, target = pair.source, pair.target
+    several(pair, 2)
+    source.poll()
+    link = target.connector._links[source.peer]
+    pair.until(lambda: link.expected == 2)
+    target.connector._hear(link, encode(Begun(1, 1 << 40, ((new_transfer_id(), 0),))))  # it will never be over
+    source.mover.finish()
+    source.connector.disconnect(target.peer)
+    source.poll()
+    words = []
+    while not words:
+        words = target.connector._wire.poll()
+    assert [word.data for word in words] == [encode(Bye())]
+    target.connector._hear(link, words[0].data)
+    assert (link.expected, link.heard) == (0, 2)
+    assert not link.coming
+    pair.until(lambda: target.downs)
+    assert [receipt.sequence for receipt in target.receipts] == [0, 1]
+    assert target.downs[0].quiet
+
+
+@pytest.mark.clause("T7")
+def test_who_waits_is_woken_by_a_peers_counter(watched, monkeypatch):
+    """By the very number that it was told."""
+    monkeypatch.setattr(ipc, "_LOOKING", 60.0)
+    pair = watched()
+    pair.source.connector.submit(pair.chunk())
+    pair.source.poll()
+    link = pair.target.connector._links[pair.source.peer]
+    pair.ends = [pair.target]
+    pair.until(lambda: link.expected)
+    pair.source.mover.finish()
+    began = time.monotonic()
+    pair.target.connector.wait(20.0)
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.clause("T7")
@@ -428,6 +475,23 @@ def test_the_last_of_many_chunks_have_a_launch_of_their_own(two):
     mover.finish(5)
     pair.until(lambda: len(pair.target.receipts) == 25)
     assert [completion.sequence for completion in pair.source.completions] == list(range(25))
+
+
+@pytest.mark.clause("T4", "T5", "C9.3")
+def test_a_launch_may_have_more_chunks_than_a_word_names(two, monkeypatch):
+    """And a peer as many under way as it may have."""
+    monkeypatch.setattr(ipc_words, "MAX_NAMED", 2)
+    monkeypatch.setattr(ipc, "MAX_EXPECTED", 10)
+    pair = two(inflight=10).connect()
+    there, here = pair.source.connector._links[pair.target.peer], pair.target.connector._links[pair.source.peer]
+    counted = pair.source.mover.page is not None
+    pair.until(lambda: there.watched == counted)
+    several(pair, 10)
+    pair.until(lambda: here.expected == 10 * counted and len(pair.source.mover.copies) == 3)
+    pair.source.mover.finish(3)
+    pair.until(lambda: len(pair.target.receipts) == 10)
+    assert sorted(receipt.sequence for receipt in pair.target.receipts) == list(range(10))
+    assert not pair.target.downs
 
 
 @pytest.mark.clause("T5")

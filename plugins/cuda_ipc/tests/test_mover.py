@@ -588,6 +588,20 @@ def test_a_device_that_does_not_count_is_done_without(device, memory, monkeypatc
     ours.close()
 
 
+@pytest.mark.clause("T13")
+def test_where_no_memory_can_be_shared_nothing_is_counted(device, memory, monkeypatch, caplog):
+    def none():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(counters, "_memory", none)
+    with caplog.at_level("INFO", "kvbaton_cuda_ipc"):
+        ours = counted(device)
+    assert "Too many open files" in caplog.text
+    assert ours.counters is None
+    moves_on(ours, device, memory)
+    ours.close()
+
+
 @pytest.mark.clause("T10", "C6.1")
 def test_a_page_is_kept_where_the_trial_is_not_over(device, monkeypatch, caplog):
     """The device may write it yet."""
