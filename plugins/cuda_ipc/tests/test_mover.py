@@ -646,6 +646,32 @@ def test_a_page_that_the_device_may_still_write_outlives_the_mover(device, memor
     assert page.value(event.mark.lane) == event.mark.number
 
 
+@pytest.mark.clause("T10", "C6.1")
+def test_a_device_that_has_failed_does_not_keep_its_mover_open(device, memory, monkeypatch):
+    """The page stays: what is under way is not known."""
+    monkeypatch.setattr(counters, "_NEVER_AGAIN", [])
+    ours = counted(device, engine_above=64)
+    ours.start(runs_of(memory, [0]))
+
+    def fails(stream):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(device, "over", fails)
+    ours.close()
+    assert len(counters._NEVER_AGAIN) == len(device.pinned) == 1
+    assert not ours._lanes
+
+
+def test_bytes_are_counted_by_the_way_that_they_went_also_where_their_sum_was_told(device, memory):
+    ours = opened(device, engine_above=128)
+    short, long = runs_of(memory, [0, 1]), runs_of(memory, [4], length=128)
+    ours.start(np.concatenate((short, long), axis=1), 256)
+    device.finish()
+    found = ours.figures()
+    assert (found["kernel_bytes_total"], found["engine_bytes_total"]) == (128, 128)
+    assert (found["kernel_runs_total"], found["engine_runs_total"]) == (2, 1)
+
+
 def test_nobody_counts_who_was_not_asked_to(device, memory):
     ours = opened(device)
     assert ours.counters is None
