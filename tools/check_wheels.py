@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -234,9 +233,9 @@ def settings() -> dict[str, Any]:
 def constraints_with_oldest() -> str:
     """``constraints.txt``, but of what the settings call ``oldest``, which the other environments have as new."""
     oldest = settings()["oldest"]
-    names = {re.split("[=<>~]", line)[0] for line in oldest}
+    free = {line.partition("==")[0] for line in [*oldest, *settings()["with-oldest"]]}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join([*(line for line in lines if re.split("[=<>~]", line)[0] not in names), *oldest, ""])
+    return "\n".join([*(line for line in lines if line.partition("==")[0] not in free), *oldest, ""])
 
 
 def left_out(distribution: Distribution) -> list[Path]:
