@@ -22,6 +22,7 @@ from kvbaton.errors import (
     TransportNotFound,
 )
 from kvbaton.plugins import choose_connector, choose_engine, choose_placement, list_plugins
+from kvbaton.runtime import PDRuntime
 from kvbaton.settings import EngineSettings, TransportSettings, load
 
 PROCESS = Need("host", "cross_process")
@@ -503,6 +504,16 @@ def test_an_engine_is_chosen_and_its_options_validated(toy):
 def test_an_option_by_another_engines_name_leads_to_ours(toy, said, meant):
     with pytest.raises(OptionsError, match=f'has no option "{said}". Did you mean "{meant}"?'):
         choose_engine("toy", {said: 16})
+
+
+@pytest.mark.parametrize("transport", [{"name": "absent"}, {"name": "mine", "options": {"latancy": 1}}])
+def test_a_misspelt_transport_is_found_before_the_engine_looks_at_the_model(toy, monkeypatch, transport):
+    """An engine imports a framework for that, which takes seconds."""
+    toy.connector("mine")
+    plugin, _ = choose_engine("toy")
+    monkeypatch.setattr(plugin, "check", lambda *_: pytest.fail("the engine was asked"))
+    with pytest.raises((TransportNotFound, OptionsError)):
+        PDRuntime.start(settings(engine={"name": "toy"}, transport=transport))
 
 
 def test_a_block_size_of_zero_and_one_that_is_no_number(toy):

@@ -33,7 +33,7 @@ from kvbaton.errors import KvbatonError, LocalProtocolError, RequestRefused, Set
 from kvbaton.hooks import Hooks
 from kvbaton.identity import RequestKey, new_transfer_id
 from kvbaton.observe.logs import set_level
-from kvbaton.plugins import choose_engine
+from kvbaton.plugins import choose_engine, options_of
 from kvbaton.profiling import Profiling
 from kvbaton.records import RequestOutput, RequestRecord, StageState
 from kvbaton.service import Service
@@ -93,6 +93,8 @@ class PDRuntime:
         """
         set_level(settings.log)
         engine, options = choose_engine(settings.engine)
+        if connector is None:
+            options_of(settings, "transport")  # a misspelt one costs no import of what the engine computes with
         engine.check(settings.model, options)
         observed = _metrics(settings, hooks)
         traces = _traces(settings, hooks)
