@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
+
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvbaton.errors import UnsupportedModel
-from kvbaton_transformers import support
+from kvbaton.engine import Role
+from kvbaton.errors import ConfigurationError, UnsupportedModel
+from kvbaton_transformers import TransformersOptions, plugin, support
 from kvbaton_transformers.paged import KVShape
+from kvbaton_transformers.plugin import BEYOND, OLDEST
 from kvbaton_transformers.random_weights import random_model, tiny_llama_config, tiny_qwen_config
 from kvbaton_transformers.testing import tiny_llama, tiny_qwen
 
@@ -70,6 +75,34 @@ def test_everything_else_is_refused_with_the_reason(unsupported: PretrainedConfi
         support.check(unsupported, "my/model")
     assert f"my/model ({unsupported.model_type}) cannot be served" in str(caught.value)
     assert caught.value.missing
+
+
+@pytest.mark.parametrize("call", ["check", "open", "tokenizer"])
+def test_a_transformers_that_is_too_old_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": "5.16.2"}.__getitem__)
+    # nothing of an old one is touched: it may lack what is imported of it
+    monkeypatch.setitem(sys.modules, "kvbaton_transformers.checkpoints", None)
+    more = (Role.PREFILL, None) if call == "open" else ()
+    with pytest.raises(ConfigurationError) as caught:
+        getattr(plugin, call)("tiny-llama", TransformersOptions(), *more)
+    assert str(caught.value) == (
+        "transformers 5.16.2 is too old for the transformers engine, which needs 5.17 or later:"
+        " pip install 'transformers>=5.17,<6'"
+    )
+
+
+@pytest.mark.parametrize("version", ["5.17", "5.17.0.dev0", "5.100.1", "6.0rc1"])
+def test_what_is_not_older_is_left_to_the_installer(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": version}.__getitem__)
+    plugin.check("tiny-llama", TransformersOptions())
+
+
+def test_the_oldest_transformers_is_that_which_an_installer_demands() -> None:
+    oldest, beyond = (".".join(map(str, version)) for version in (OLDEST, BEYOND))
+    [demanded] = [
+        line for line in importlib.metadata.requires("kvbaton-transformers") or () if line.startswith("transformers")
+    ]
+    assert sorted(demanded.removeprefix("transformers").split(",")) == [f"<{beyond}", f">={oldest}"]
 
 
 def test_a_configuration_is_checked_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:

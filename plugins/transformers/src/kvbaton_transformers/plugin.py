@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import contextlib
+import importlib.metadata
+import re
+from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +17,11 @@ if TYPE_CHECKING:
     from kvbaton.engine import Role, StageEngine, Tokenizer
     from kvbaton_transformers.engine import TransformersEngine
     from kvbaton_transformers.looped import LoopOptions
+
+#: The oldest transformers whose models take their cache as this engine gives it, and the first that may not: as in
+#: pyproject.toml.
+OLDEST: Final = (5, 17)
+BEYOND: Final = (6,)
 
 
 class Loops(BaseModel):
@@ -99,14 +107,17 @@ class TransformersPlugin:
     def check(self, model: str, options: TransformersOptions) -> None:
         """Raise unless ``model`` can be served; converts a GGUF file on the way, so that workers start fast.
 
-        Raises :class:`~kvbaton.errors.ModelError`, or :class:`~kvbaton.errors.ConfigurationError` for a missing GPU.
+        Raises :class:`~kvbaton.errors.ModelError`, or :class:`~kvbaton.errors.ConfigurationError` for a missing GPU or
+        a transformers that is too old.
         """
+        _recent_enough()
         from kvbaton_transformers import checkpoints
 
         self._device(options, None if options.device == "auto" else 0)
         checkpoints.prepare(model)
 
     def tokenizer(self, model: str, options: TransformersOptions) -> Tokenizer:
+        _recent_enough()
         from kvbaton_transformers import checkpoints
 
         return checkpoints.load_tokenizer(model)
@@ -119,6 +130,7 @@ class TransformersPlugin:
         self, model: str, options: TransformersOptions, role: Role, device: int | None
     ) -> TransformersEngine:
         """The same with its own type: a COLOCATED engine's ``add`` is no part of the protocol."""
+        _recent_enough()  # this may be another host than that of the check
         from kvbaton_transformers import checkpoints
         from kvbaton_transformers.engine import TransformersEngine
 
@@ -149,6 +161,19 @@ class TransformersPlugin:
                 ' "cpu", or give the stage a GPU that exists.', device=number, present=present,
             )  # fmt: skip
         return f"cuda:{number}"
+
+
+def _recent_enough() -> None:
+    """Raise where the installed transformers is too old.  Before anything of it is imported: an old one lacks names,
+    and what else it lacks would be taken for a fault of the model."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # none at all: the import says so
+        installed = importlib.metadata.version("transformers")
+        if tuple(map(int, re.findall(r"\d+", installed)[:2])) < OLDEST:
+            oldest, beyond = (".".join(map(str, version)) for version in (OLDEST, BEYOND))
+            raise ConfigurationError(
+                f"transformers {installed} is too old for the transformers engine, which needs {oldest} or later:"
+                f" pip install 'transformers>={oldest},<{beyond}'", installed=installed, oldest=oldest,
+            )  # fmt: skip
 
 
 plugin = TransformersPlugin()
