@@ -136,6 +136,17 @@ def test_a_part_is_no_verdict(judge):
     assert "NO VERDICT on loopback: a part of the suite passed (1 tests)" in output
 
 
+@pytest.mark.parametrize("part", [[], ["--conformance-partial"]])
+def test_a_selection_that_matches_nothing_is_named_and_what_to_write_instead(judge, part):
+    status, output = judge(MINE, "-k", "visability", *part)
+    assert status == 1
+    assert (
+        'NO VERDICT on loopback: no standard test matches -k "visability". Did you mean "visibility"? It takes a topic'
+        " such as visibility, a clause such as T3, or a part of a test's name, and"
+    ) in output
+    assert "clause  verdict" not in output
+
+
 def test_a_single_test_by_its_name_is_a_part_too(judge):
     status, output = judge(MINE, target="test_mine.py::TestMine::test_a_chunk_ends_once")
     assert status == 1

@@ -710,7 +710,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     if not kit.results or session.config.option.collectonly:
         if kit.judged and not session.config.option.collectonly:
-            kit.problems.append("no standard test ran")
+            # before all that follows from it
+            kit.problems.insert(0, _nothing_matches(kit, session.config.option.keyword) or "no standard test ran")
         if kit.problems and not session.config.option.collectonly:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return
@@ -726,6 +727,22 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if folder := session.config.getoption("--conformance-report"):
         _write(Path(folder), _verdict(session.config))
+
+
+def _nothing_matches(kit: Kit, selection: str) -> str:
+    """That there were tests and ``-k`` matched none of them, and what it takes; empty where that is not so."""
+    if not selection or not kit.collected:
+        return ""
+    from kvbaton.errors import closest
+
+    words: set[str] = set()
+    for cls, name in kit.collected.values():
+        owner = kit.judged[cls].tests[name]
+        words.update(owner.__module__.removeprefix(_SUITE + ".").split("."), _clauses(owner, name))
+    return (
+        f'no standard test matches -k "{selection}".{closest(selection, words)} It takes a topic such as visibility, a'
+        ' clause such as T3, or a part of a test\'s name, and "and", "or", "not" between them'
+    )
 
 
 def _nothing_ran_for_a_refusal(kit: Kit) -> bool:
@@ -764,7 +781,9 @@ def _verdict(config: pytest.Config) -> Verdict:
     from kvbaton_conformance.subject import versions
 
     kit = config.stash[KIT]
-    subjects = tuple(dict.fromkeys(result.subject for result in kit.results.values()))
+    subjects = tuple(dict.fromkeys(result.subject for result in kit.results.values())) or tuple(
+        dict.fromkeys(getattr(judged.subject, "title", judged.name) for judged in kit.judged.values())
+    )
     header = [versions()]
     for judged in kit.judged.values():
         if judged.subject is not None:
@@ -799,13 +818,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     verdict = _verdict(config)
     write = terminalreporter.write_line
     terminalreporter.section("kvbaton conformance")
-    write(f"{'clause':8}{'verdict':16}" + "".join(f"{word:>12}" for word in OUTCOMES))
+    if verdict.results:
+        write(f"{'clause':8}{'verdict':16}" + "".join(f"{word:>12}" for word in OUTCOMES))
     for row in verdict.rows:
         colour = {"BROKEN": {"red": True}, "holds": {"green": True}}.get(row.word, {"yellow": True})
         write(f"{row.id:8}{row.word:16}" + "".join(f"{row.counts[word] or '':>12}" for word in OUTCOMES), **colour)
     for reason in verdict.reasons:
         write(reason)
     for problem in verdict.problems:
-        write(f"error: {problem}", red=True)
+        if not (problem in verdict.sentence and verdict.subjects and not verdict.results):  # that line says it all
+            write(f"error: {problem}", red=True)
     bad = bool(verdict.problems or verdict.count("failed"))
     write(verdict.sentence, bold=True, green=verdict.conforms, red=bad)

@@ -28,6 +28,13 @@ def test_a_part_that_passes_is_no_success_unless_it_was_meant(kvbaton, capfd):
     assert "that was a part of the suite, which is no verdict" in result.stderr
 
 
+def test_a_selection_that_matches_nothing_is_bad_input(kvbaton, capfd):
+    result = kvbaton("conformance", "loopback", "-k", "T99")
+    said = capfd.readouterr().out
+    assert result.exit_code == 2, said
+    assert 'NO VERDICT on loopback, core\'s guard: no standard test matches -k "T99".' in said
+
+
 def test_a_connector_in_the_folder_it_is_called_from(kvbaton, tmp_path, monkeypatch, capfd):
     (tmp_path / "mine_here.py").write_text("from kvbaton_loopback import plugin\n")
     monkeypatch.chdir(tmp_path)
