@@ -11,12 +11,14 @@ or matches nothing; an absent environment under ``--require-env``.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import difflib
 import inspect
 import json
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterable
@@ -37,6 +39,8 @@ pytest.register_assert_rewrite("kvbaton_conformance.suite", "kvbaton_conformance
 #: Seconds that one standard test may take, and before and after it what it needs; every wait within is bound by much
 #: less.
 TEST_BOUND = 90.0
+#: Seconds to tear down the test in which a run was interrupted.
+INTERRUPTED_BOUND = 10.0
 
 LEVELS = ("connector", "handoff", "engine", "guard")
 _SUITE = "kvbaton_conformance.suite"
@@ -76,6 +80,8 @@ class Kit:
     processes: Processes | None = None
     #: Classes that were warmed up: what a library keeps once per process is there.
     warm: set[type] = field(default_factory=set)
+    #: By Ctrl-C.
+    interrupted: bool = False
 
 
 KIT = pytest.StashKey[Kit]()
@@ -119,6 +125,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="a selection of the standard tests is meant: no error that others did not run, and no verdict",
     )
+    # kvbaton conformance, which has started this with SIGINT held back and says itself what has become of it
+    group.addoption("--conformance-command", action="store_true", help=argparse.SUPPRESS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -141,8 +149,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[KIT] = Kit(
         LEVELS if level == "all" else (level,), config.getoption("--conformance-partial"), known, time.monotonic()
     )
+    config.pluginmanager.register(_CtrlC(config), "kvbaton-conformance-ctrl-c")
     if folder := config.getoption("--conformance-report"):
         Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+class _CtrlC:
+    """Notes a Ctrl-C before the test that it came in is torn down."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        if excinfo.type is not KeyboardInterrupt:
+            return  # pytest's own way of ending a run
+        kit = self._config.stash[KIT]
+        kit.interrupted = True
+        reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        if self._config.getoption("--conformance-command") and reporter is not None:
+            if any(result.outcome != "unrun" for result in kit.results.values()):
+                reporter.write_line("")  # after its dots
+            self._config.pluginmanager.unregister(reporter)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # from here on pytest ends in order
+    if session.config.getoption("--conformance-command"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def command_line_devices(config: pytest.Config) -> tuple[int, ...]:
@@ -368,9 +402,10 @@ def processes_of(config: pytest.Config) -> Processes:
 
 
 def has_failed(node: pytest.Item) -> bool:
-    """Whether a running test has failed already."""
-    result = node.config.stash[KIT].results.get(node.nodeid)
-    return result is not None and result.outcome == "failed"
+    """Whether a running test has failed already, or was interrupted, so that what is left of it proves nothing."""
+    kit = node.config.stash[KIT]
+    result = kit.results.get(node.nodeid)
+    return kit.interrupted or (result is not None and result.outcome == "failed")
 
 
 def be_warm(node: pytest.Item) -> None:
@@ -700,12 +735,34 @@ def _known(report: pytest.TestReport, result: Result, known: KnownFailure) -> No
 # -- the verdict -----------------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+@pytest.hookimpl(wrapper=True, trylast=True)  # within that of the terminal, which shows what is found here
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None, Any, Any]:
     kit = session.config.stash[KIT]
-    for close in kit.closers:
-        kit.problems += close()
+    if not kit.interrupted:
+        kit.problems += _close(kit)
+        _conclude(session, exitstatus)
+        return (yield)
+    from kvbaton_conformance.deadline import deadline
+
+    _conclude(session, exitstatus)
+    try:
+        with deadline(INTERRUPTED_BOUND):
+            return (yield)  # pytest tears down the test that was interrupted
+    except Exception:
+        return []  # what is wrong after half a test is nobody's fault
+    finally:
+        _close(kit)
+
+
+def _close(kit: Kit) -> list[str]:
+    problems = [problem for close in kit.closers for problem in close()]
     kit.closers.clear()
+    return problems
+
+
+def _conclude(session: pytest.Session, exitstatus: int) -> None:
+    """What the run as a whole has shown: its exit status and its report."""
+    kit = session.config.stash[KIT]
     if _nothing_ran_for_a_refusal(kit):
         return
     if not kit.results or session.config.option.collectonly:
@@ -715,11 +772,12 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         if kit.problems and not session.config.option.collectonly:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return
-    if not kit.partial:
+    if not kit.partial and not kit.interrupted:
         kit.problems += _mandatory(kit)
     unrun = [result.id for result in kit.results.values() if result.outcome == "unrun"]
     if unrun:
-        kit.problems.append(f"the run ended before {len(unrun)} standard tests had run: {_first(unrun)}")
+        ended = "was interrupted" if kit.interrupted else "ended"
+        kit.problems.append(f"the run {ended} before {len(unrun)} standard tests had run: {_first(unrun)}")
     if (kit.problems or any(result.outcome == "failed" for result in kit.results.values())) and exitstatus in (
         pytest.ExitCode.OK,
         pytest.ExitCode.NO_TESTS_COLLECTED,

@@ -1,8 +1,12 @@
 """Ctrl-C, as a real signal to a real process."""
 
+import os
 import signal
 import subprocess
 import sys
+import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +86,69 @@ def test_json_prints_nothing_when_interrupted(process):
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=30)
     assert (child.returncode, out) == (130, "")
+
+
+#: A transport whose fifth connection blocks: that of a test, after those that warm it up and of the first one.
+BLOCKS = """
+import threading
+from pathlib import Path
+from kvbaton_loopback.connector import LoopbackConnector
+from kvbaton_loopback.plugin import LoopbackPlugin
+
+connections = []
+
+class Connector(LoopbackConnector):
+    def connect(self, *arguments):
+        connections.append(1)
+        if len(connections) > 4:
+            Path({here!r}).touch()
+            threading.Event().wait()
+        super().connect(*arguments)
+
+class Plugin(LoopbackPlugin):
+    def open(self, options, context):
+        return Connector(context.peer, options)
+
+plugin = Plugin()
+"""
+
+#: Ctrl-C comes while pytest itself is being imported.
+WHILE_IMPORTED = """
+import signal, sys, threading
+from pathlib import Path
+if "kvbaton_conformance.run" in sys.orig_argv:
+    Path({here!r}).touch()
+    gone = threading.Event()
+    while signal.SIGINT not in signal.sigpending() and not gone.wait(0.01): ...
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when", ["in-a-test", "while-it-is-imported"])
+def test_ctrl_c_in_a_run_of_the_kit_is_one_line(process, tmp_path, when):
+    here = tmp_path / "here"
+    (tmp_path / "blocking_here.py").write_text(textwrap.dedent(BLOCKS.format(here=str(here))))
+    if when == "while-it-is-imported":
+        (tmp_path / "sitecustomize.py").write_text(WHILE_IMPORTED.format(here=str(here)))
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    child = process(
+        "conformance", "blocking_here:plugin", "--level", "connector", start_new_session=True,
+        env={**os.environ, "PYTHONPATH": paths}, program="from kvbaton.cli import main; main()",
+    )  # fmt: skip
+    _wait_for_file(here, child)
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+    out, errors = child.communicate(timeout=30)
+    assert (child.returncode, errors) == (130, "kvbaton: interrupted\n"), out
+    assert "Interrupt" not in out
+    assert "Traceback" not in out
+    assert "NO VERDICT" not in out
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)
+
+
+def _wait_for_file(path: Path, child: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 40.0
+    while not path.exists():
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < until, "it did not come so far"
+        time.sleep(0.01)

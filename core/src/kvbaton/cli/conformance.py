@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ def command(order: Order, report: Path) -> list[str]:
         # nothing of the caller's: neither its configuration nor its conftest files nor its cache
         "-c", os.devnull, "--rootdir", ".", "--noconftest", "-p", "no:cacheprovider", "--strict-markers",
         "-W", "error", "-v" if order.verbose else "-q", "--color", "yes" if sys.stdout.isatty() else "no",
-        "--tb", "short", "--connector", order.connector,
+        "--tb", "short", "--conformance-command", "--connector", order.connector,
         "--conformance-report", str(report), "--conformance-level", order.level,
     ]  # fmt: skip
     for key, value in order.options.items():
@@ -104,11 +105,16 @@ def judge(order: Order) -> int:
         if ":" in order.connector:
             paths.append(str(Path.cwd()))
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        process = subprocess.Popen(
-            command(order, report), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-            pass_fds=(private.lock,),  # so that the folder is in use for as long as it runs
-        )  # fmt: skip
-        status = _wait(process)
+        # held back here until it is waited for, and there, which inherits that, until pytest ends in order on it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(
+                command(order, report), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                pass_fds=(private.lock,),  # so that the folder is in use for as long as it runs
+            )  # fmt: skip
+            status = _wait(process, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if status == INTERRUPTED:
             say("interrupted")  # what was not tried has not failed, whatever was still written
             return INTERRUPTED
@@ -147,11 +153,15 @@ def _look(order: Order) -> None:
     present("--devices", order.devices)
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Its exit status.  Ctrl-C reaches the whole group: pytest ends its tests, and is waited for."""
+def _wait(process: subprocess.Popen[bytes], mask: Collection[int]) -> int:
+    """Its exit status.  Ctrl-C reaches the whole group: pytest ends its tests, and is waited for.
+
+    ``mask``: the signals that are held back meanwhile.
+    """
     interrupted = False
     while True:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             status = process.wait()
         except KeyboardInterrupt:
             if interrupted:
