@@ -413,3 +413,57 @@ def test_a_call_that_does_not_return_is_a_failure_and_no_stuck_run(judge, call):
     assert status not in (0, 5), output
     assert "did not come back within 1 s: a call does not return" in output
     assert f"in {call}" in output, "which call it was"
+
+
+def test_a_class_whose_tests_do_not_come_back_is_given_up_and_does_not_conform(judge, tmp_path):
+    body = BLOCKS.format(call="register")
+    status, output = judge(body, "-k", "visibility", "--conformance-partial", "--conformance-report", str(tmp_path))
+    assert status == 1, output
+    assert (
+        "DOES NOT CONFORM: 3 tests failed, clauses T7. The rest was left, because 3 tests in a row did not come back;"
+        " --conformance-keep-going runs the others as well"
+    ) in output
+    verdict = json.loads((tmp_path / "conformance.json").read_text())
+    assert not verdict["conforms"]
+    outcomes = [test["outcome"] for test in verdict["tests"] if test["outcome"] != "absent"]
+    assert outcomes[:3] == ["failed"] * 3
+    assert set(outcomes[3:]) == {"unrun"}
+    assert (
+        f"TestMine: {len(outcomes) - 3} standard tests were not run, because 3 tests in a row did not come back;"
+        " --conformance-keep-going runs the others as well"
+    ) in verdict["problems"]
+
+
+def test_a_class_whose_tests_do_not_come_back_is_run_whole_where_that_is_asked_for(judge):
+    status, output = judge(
+        BLOCKS.format(call="register"), "-k", "visibility", "--conformance-partial", "--conformance-keep-going"
+    )
+    assert status == 1, output
+    assert "DOES NOT CONFORM: 9 tests failed, clauses T7" in output
+    assert "were not run" not in output
+    assert " skipped" not in output
+
+
+def test_only_what_is_in_a_row_is_given_up(judge):
+    """Of two classes one blocks; and one whose tests come back now and then is not stuck."""
+    now_and_then = """
+    class NowAndThen(Blocks):
+        made = 0
+        def register(self, *arguments):
+            NowAndThen.made += 1
+            if NowAndThen.made % 3:
+                return LoopbackConnector.register(self, *arguments)
+            return super().register(*arguments)
+
+    class Now(LoopbackPlugin):
+        def open(self, options, context):
+            return NowAndThen(context.peer, options)
+
+    class TestNow(ConnectorConformance):
+        connector = Now()
+    """
+    body = BLOCKS.format(call="register") + textwrap.dedent(now_and_then)
+    status, output = judge(body, "-k", "TestNow and visibility", "--conformance-partial")
+    assert status == 1, output
+    assert "did not come back within 1 s" in output
+    assert "were not run" not in output

@@ -20,6 +20,19 @@ _SIGNAL = signal.SIGUSR1
 #: Seconds until whoever goes on, and blocks again, is interrupted again.
 _AGAIN = 2.0
 
+_passed = 0
+
+
+def passed() -> int:
+    """How many deadlines of the kit have passed in this process so far."""
+    return _passed
+
+
+def has_passed() -> None:
+    """One has: of this module, or of a process that was asked and did not answer."""
+    global _passed
+    _passed += 1
+
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
@@ -43,6 +56,8 @@ def deadline(seconds: float) -> Iterator[None]:
             "T7", f"a test did not come back within {seconds:g} s: a call does not return",
             expected="no call waits for a peer", seen=_stacks(frame), look="the call at the end of the first stack",
         )  # fmt: skip
+        if not raised:
+            has_passed()
         raised.append(error)
         raise error
 

@@ -41,6 +41,9 @@ pytest.register_assert_rewrite("kvbaton_conformance.suite", "kvbaton_conformance
 TEST_BOUND = 90.0
 #: Seconds to tear down the test in which a run was interrupted.
 INTERRUPTED_BOUND = 10.0
+#: Tests in a row that a deadline of the kit has ended, after which the others of the class are left: each costs as
+#: much again, and says the same.
+STUCK_BOUND = 3
 
 LEVELS = ("connector", "handoff", "engine", "guard")
 _SUITE = "kvbaton_conformance.suite"
@@ -58,6 +61,10 @@ class Judged:
     all_tests: dict[str, type]
     unavailable: str = ""
     seen: set[str] = field(default_factory=set)
+    #: Tests in a row, up to the last one, that a deadline of the kit has ended.
+    stuck: int = 0
+    #: Why its other tests are not run.
+    given_up: str = ""
 
 
 @dataclass
@@ -89,6 +96,8 @@ _GATE = pytest.StashKey[tuple[str, str]]()
 _KNOWN = pytest.StashKey[KnownFailure]()
 #: A standard test that somebody answered for, skipped, or that lacks its environment.
 _TAMPERED = pytest.StashKey[bool]()
+#: How many deadlines of the kit had passed before a standard test.
+_PASSED = pytest.StashKey[int]()
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -125,6 +134,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="a selection of the standard tests is meant: no error that others did not run, and no verdict",
     )
+    group.addoption(
+        "--conformance-keep-going", action="store_true",
+        help="go on with a class whose tests do not come back, one after the other",
+    )  # fmt: skip
     # kvbaton conformance, which has started this with SIGINT held back and says itself what has become of it
     group.addoption("--conformance-command", action="store_true", help=argparse.SUPPRESS)
 
@@ -605,6 +618,14 @@ def _bounded(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    judged = _judged(item)
+    if judged is not None and item.nodeid in item.config.stash[KIT].results:
+        from kvbaton_conformance.deadline import passed
+
+        if judged.given_up and _GATE not in item.stash:
+            item.stash[_GATE] = ("unrun", judged.given_up)
+            item.add_marker(pytest.mark.skip(reason=judged.given_up), append=False)
+        item.stash[_PASSED] = passed()
     return (yield from _bounded(item))
 
 
@@ -679,7 +700,23 @@ def pytest_runtest_makereport(
     # what the kit says of how the test was run is no failure of what is judged
     if known is not None and not item.stash.get(_TAMPERED, False):
         _known(report, result, known)
+    if report.when == "teardown":
+        _count_stuck(item, result)
     return report
+
+
+def _count_stuck(item: pytest.Item, result: Result) -> None:
+    """After a test: give up its class where too many in a row did not come back."""
+    judged = _judged(item)
+    if judged is None or result.outcome not in ("passed", "failed"):
+        return  # what is known or absent is no news of the class
+    from kvbaton_conformance.deadline import passed
+
+    came_back = result.outcome == "passed" or passed() == item.stash.get(_PASSED, passed())
+    judged.stuck = 0 if came_back else judged.stuck + 1
+    if judged.stuck == STUCK_BOUND and not item.config.getoption("--conformance-keep-going"):
+        flag = "--keep-going" if item.config.getoption("--conformance-command") else "--conformance-keep-going"
+        judged.given_up = f"{STUCK_BOUND} tests in a row did not come back; {flag} runs the others as well"
 
 
 def _failed(report: pytest.TestReport, call: pytest.CallInfo[None], result: Result) -> None:
@@ -774,7 +811,14 @@ def _conclude(session: pytest.Session, exitstatus: int) -> None:
         return
     if not kit.partial and not kit.interrupted:
         kit.problems += _mandatory(kit)
-    unrun = [result.id for result in kit.results.values() if result.outcome == "unrun"]
+    unrun = [result.id for result in kit.results.values() if result.outcome == "unrun" and not result.message]
+    for judged in kit.judged.values():
+        if judged.given_up:
+            left = sum(
+                result.outcome == "unrun" and result.nodeid.startswith(judged.nodeid + "::")
+                for result in kit.results.values()
+            )
+            kit.problems.append(f"{judged.name}: {left} standard tests were not run, because {judged.given_up}")
     if unrun:
         ended = "was interrupted" if kit.interrupted else "ended"
         kit.problems.append(f"the run {ended} before {len(unrun)} standard tests had run: {_first(unrun)}")
@@ -814,7 +858,7 @@ def _mandatory(kit: Kit) -> list[str]:
 
     problems = []
     for judged in kit.judged.values():
-        if judged.unavailable:
+        if judged.unavailable or judged.given_up:
             continue
         levels = {owner.level for owner in judged.tests.values()}  # type: ignore[attr-defined]
         tried: dict[str, set[str]] = {}
@@ -849,6 +893,7 @@ def _verdict(config: pytest.Config) -> Verdict:
     return Verdict(
         subjects, tuple(dict.fromkeys(header)), list(kit.results.values()), list(dict.fromkeys(kit.problems)),
         kit.partial, time.monotonic() - kit.started,
+        next((judged.given_up for judged in kit.judged.values() if judged.given_up), ""),
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from kvbaton.guard import PeerState
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
 from kvbaton_conformance.clauses import ClauseBroken
+from kvbaton_conformance.deadline import has_passed
 from kvbaton_conformance.harness import PATIENCE, End, Heard, Pair, closing
 from kvbaton_conformance.inspector import Image
 from kvbaton_conformance.leaks import disown, own
@@ -155,6 +156,7 @@ class PeerProcess:
                 return self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._died(what) from error
+        has_passed()
         stacks = self._stacks()
         self.kill()
         method = what.split("(")[0].split(".")[-1]

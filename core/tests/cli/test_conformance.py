@@ -127,6 +127,8 @@ def test_nothing_of_the_place_it_is_called_from_gets_into_the_run(tmp_path):
     assert [words[at + 1] for at, word in enumerate(words) if word == "--connector-option"] == ["lanes=2", "name=x"]
     assert words[words.index("--conformance-seed") + 1] == "7"
     assert "--require-env" in words
+    assert "--conformance-keep-going" not in words
+    assert "--conformance-keep-going" in command(Order("mine", keep_going=True), tmp_path)
     assert "--connector-memory" not in words
     assert "--connector-devices" not in words
     assert "cuda" in command(Order("mine", memory="cuda"), tmp_path)

@@ -11,7 +11,7 @@ from kvbaton_conformance.clauses import clauses
 
 #: ``absent``: a capability is declared absent.  ``unavailable``: the environment lacks something.  ``known``: failed
 #: as a file of known failures says.
-#: ``unrun``: the run ended before.
+#: ``unrun``: the run ended before, or the class was given up.
 Outcome = Literal["passed", "failed", "absent", "unavailable", "known", "unrun"]
 
 #: The columns of a table of clauses.
@@ -81,6 +81,8 @@ class Verdict:
     problems: Sequence[str]
     partial: bool
     seconds: float
+    #: Why some of the tests were not run.
+    given_up: str = ""
 
     @property
     def rows(self) -> list[ClauseRow]:
@@ -91,7 +93,7 @@ class Verdict:
 
     @property
     def conforms(self) -> bool:
-        return bool(self.tried) and not (self.partial or self.problems or self.count("failed"))
+        return bool(self.tried) and not (self.partial or self.problems or self.given_up or self.count("failed"))
 
     @property
     def tried(self) -> int:
@@ -114,7 +116,8 @@ class Verdict:
         who = ", ".join(self.subjects) or "nothing"
         broken = [row.id for row in self.rows if row.counts["failed"]]
         if broken:
-            return f"{who} DOES NOT CONFORM: {self.count('failed')} tests failed, clauses {', '.join(broken)}"
+            rest = f". The rest was left, because {self.given_up}" if self.given_up else ""
+            return f"{who} DOES NOT CONFORM: {self.count('failed')} tests failed, clauses {', '.join(broken)}{rest}"
         if self.problems:
             return f"NO VERDICT on {who}: {self.problems[0]}"
         if not self.results:

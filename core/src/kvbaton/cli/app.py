@@ -547,6 +547,9 @@ def conformance_command(
     require_env: Annotated[
         bool, typer.Option("--require-env", help="Hardware that is absent is an error, not a skip.")
     ] = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on although tests do not come back, one after the other.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="A line for each test.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -581,8 +584,9 @@ def conformance_command(
         if partial and select is None:
             raise SettingsError("--partial: it goes with -k, which chooses the part", key="", origin=None)
         order = Order(
-            name, options, level, select, report, known_failures, seed, require_env, verbose, memory, partial, chosen
-        )
+            name, options, level, select, report, known_failures, seed, require_env, verbose, memory, partial, chosen,
+            keep_going,
+        )  # fmt: skip
         status = judge(order)
     raise typer.Exit(status)
 

@@ -48,6 +48,8 @@ class Order:
     partial: bool = False
     #: CUDA devices that the ends lie on in turn; none: as the kit does by itself.
     devices: tuple[int, ...] = ()
+    #: Go on although tests do not come back, one after the other.
+    keep_going: bool = False
 
 
 def command(order: Order, report: Path) -> list[str]:
@@ -74,6 +76,8 @@ def command(order: Order, report: Path) -> list[str]:
         words += ["--conformance-seed", str(order.seed)]
     if order.require_env:
         words += ["--require-env"]
+    if order.keep_going:
+        words += ["--conformance-keep-going"]
     return words
 
 
