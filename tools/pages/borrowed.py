@@ -1,6 +1,7 @@
 """Pages that stand elsewhere in the repository and are pages of the site as well: each distribution's own README.
 
-Also: where links of a page lead when the page is part of the site.  A link to a file of the repository leads to that
+Also: where links of a page lead when the page is part of the site: in a clone they lead to what is in the clone, never
+into ``docs/generated``.  A link to a file of the repository leads to that
 file as it was when the site was built; one to a folder is only its name, unless ``repository`` says where the sources
 are to be read.
 """
@@ -23,6 +24,14 @@ PAGES = {
     "plugins/transformers/README.md": "transformers",
     "conformance/README.md": "conformance",
     "CONTRIBUTING.md": "contributing",
+}
+#: What a page of the site is made from, or a copy that is kept in the repository, and the page.
+MADE = {
+    "core/src/kvbaton/settings.py": "settings.md",
+    "tools/pages/clause_tests.py": "clauses.md",
+    "benchmarks/results/results.md": "performance.md",
+    "benchmarks/results/notes.md": "performance.md",
+    "docs/idea.svg": "idea.svg",
 }
 _LINK = re.compile(r"(?P<text>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^()\s#]+)(?P<anchor>#[^()\s]*)?\)")
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
@@ -60,8 +69,8 @@ def _relink(text: str, stands: Path, shown: Path, repository: str) -> str:
             return f"{link['text']}({_from(shown, GENERATED / f'{page}.md')}{anchor})"
         if name == "docs/README.md":
             return f"{link['text']}({_from(shown, DOCS / 'index.md')})"
-        if name in ("benchmarks/results/results.md", "benchmarks/results/notes.md"):
-            return f"{link['text']}({_from(shown, GENERATED / 'performance.md')})"
+        if name in MADE:
+            return f"{link['text']}({_from(shown, GENERATED / MADE[name])})"
         if path.is_relative_to(DOCS):
             return f"{link['text']}({_from(shown, path)}{anchor})"
         if repository:

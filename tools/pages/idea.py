@@ -1,4 +1,7 @@
-"""The picture of a hand-off: who speaks, when bytes move, and who holds which memory until what."""
+"""The picture of a hand-off: who speaks, when bytes move, and who holds which memory until what.
+
+``python -m tools.pages.idea`` draws the copy that a clone shows, ``docs/idea.svg``; the site has one of its own.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +71,7 @@ def draw(file: Path) -> None:
     axes.axis("off")
     figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).resolve().parents[2] / "docs" / "idea.svg")
