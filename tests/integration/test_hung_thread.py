@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from kvbaton import PDRuntime, Request, SamplingParams, load
-from kvbaton.errors import KvbatonError
+from kvbaton.connector import ConnectorContext, Endpoint
+from kvbaton.errors import KvbatonError, StartupError
 from kvbaton.stage.stage import Stage
 from kvbaton_conformance.scripted import ScriptedEngine
+from kvbaton_loopback.connector import LoopbackConnector
+from kvbaton_loopback.plugin import LoopbackPlugin
 
 
 @pytest.mark.clause("C6.7", "C6.3")
@@ -62,3 +67,40 @@ def test_who_dismisses_a_hung_thread_is_told_that_it_does_not_end(monkeypatch: p
         gate.set()
         with contextlib.suppress(KvbatonError):  # the stage that was lost did not end as ordered
             runtime.close()
+
+
+@pytest.mark.clause("C6.7")
+def test_a_connect_that_never_returns_is_told_at_the_deadline_and_ends_the_start_soon(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A thread that hangs cannot be ended, so that nobody waits for it in turn after turn."""
+    gone = threading.Event()
+
+    class Hangs(LoopbackConnector):
+        def connect(self, endpoint: Endpoint) -> None:
+            gone.wait()
+
+    class Plugin(LoopbackPlugin):
+        def open(self, options: Any, context: ConnectorContext) -> LoopbackConnector:
+            return Hangs(context.peer, options)
+
+    settings, _ = load(
+        overrides={
+            "model": "scripted:7", "engine.name": "kvbaton_conformance.scripted_plugin:plugin",
+            "stages.launch": "inproc", "deadline.startup": 1.0, "deadline.shutdown": 6.0,
+        }
+    )  # fmt: skip
+    said = "C6.7: the stages did not all connect within deadline.startup of 1 s"
+    began = time.monotonic()
+    try:
+        with pytest.raises(StartupError) as caught:
+            PDRuntime.start(settings, connector=Plugin())
+    finally:
+        gone.set()
+    took = time.monotonic() - began
+    assert str(caught.value) == said
+    [told] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert told.getMessage() == f"{said}; stopping what was started"
+    assert told.created < time.time() - took + 6.0, "at once, and not when everything has ended"
+    # the deadline, deadline.shutdown once, and the 10 s of the launcher; with deadline.shutdown three times it was 32 s
+    assert took < 25.0

@@ -880,9 +880,13 @@ class Service:
         if self._start_by <= now and not self._ready.done():
             missing = [spec.name for spec in self._specs if not any(p.name == spec.name for p in self._up)]
             what = f"{', '.join(missing)} did not report" if missing else "the stages did not all connect"
-            self._fail_startup(
-                StartupError(f"C6.7: {what} within deadline.startup of {self._settings.deadline.startup:g} s")
-            )
+            error = StartupError(f"C6.7: {what} within deadline.startup of {self._settings.deadline.startup:g} s")
+            if not self._closing:  # what hangs takes its time to stop, and is not to do so in silence
+                _log.error("%s; stopping what was started", error)
+            self._fail_startup(error)
+            if all(handle.pid == os.getpid() for handle in self._handles.values()):
+                # nothing was transferred yet, and a thread that hangs, as in a plugin's connect(), outlives every round
+                self._give_up_at = min(self._give_up_at, now + self._settings.deadline.shutdown + _GRACE)
 
     def _expire_starts(self, now: float) -> None:
         """C6.7: of stages that are started again, and of lost ones that do not end."""
