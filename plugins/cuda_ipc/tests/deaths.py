@@ -164,6 +164,34 @@ def serve(pipe, *arguments):
             pipe.send(("error", traceback.format_exc()))
 
 
+def copy_slowly(pipe, launches, astray=0):
+    """The process of one who copies within its device by one program, and tells where its launches are counted.
+
+    ``astray``: so many bytes from its memory is where it reads."""
+    import numpy as np
+    import torch
+
+    from kvbaton.errors import TransportError
+    from kvbaton_cuda_ipc import driver
+    from kvbaton_cuda_ipc.mover import DeviceMover
+
+    size = 512 << 20
+    held = torch.zeros(2 * size, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    cuda = driver.load()
+    cuda.enter(0)
+    mover = DeviceMover(cuda, 0, 1, 1 << 40, counted=True)
+    runs = np.array([[held.data_ptr() + astray], [held.data_ptr() + size], [size]])
+    started = [mover.start(runs) for _ in range(launches)]
+    pipe.send((mover.counters, [one.mark for one in started]))
+    try:
+        while not started[-1].query():
+            pass
+    except TransportError:
+        pipe.send("the device has failed")
+    pipe.recv()
+
+
 class Far:
     """A stage, from outside."""
 

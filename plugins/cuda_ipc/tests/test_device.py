@@ -1,5 +1,6 @@
 """The kernel, and what starts it, on a real device; without one these tests are absent."""
 
+import multiprocessing
 import time
 
 import deaths
@@ -165,6 +166,59 @@ def test_a_counter_is_raised_behind_the_bytes_and_never_before(cuda, memory, opt
     over(started[-1])
     reader.close()
     ours.close()
+
+
+@pytest.fixture
+def writer():
+    """Of launches that are started, and the counters of who has started them."""
+    from kvbaton_cuda_ipc.counters import Reader
+
+    made = []
+
+    def start(launches, bad=0):
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=deaths.copy_slowly, args=(theirs, launches, bad), daemon=True)
+        process.start()
+        made.append(process)
+        theirs.close()
+        assert ours.poll(60), "the writer does not start"
+        where, marks = ours.recv()
+        return process, ours, Reader(where), marks
+
+    yield start
+    for process in made:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.clause("T3", "C6.4")
+def test_a_counter_of_a_writer_that_was_killed_tells_of_no_launch_that_was_cut_off(writer):
+    """Once it was joined the device does nothing more for it, and writes no number either."""
+    process, _, reader, marks = writer(24)
+    limit = time.monotonic() + 30
+    while reader.value(marks[0].lane) < marks[0].number:
+        assert time.monotonic() < limit, "the device does not count"
+    process.kill()
+    process.join()
+    joined = [reader.value(lane) for lane in range(2)]
+    assert joined[marks[-1].lane] < marks[-1].number, "it was over before it was killed"
+    ones = torch.ones(4096, 4096, device="cuda")
+    for _ in range(200):
+        ones = ones @ ones / 4096
+    torch.cuda.synchronize()
+    assert [reader.value(lane) for lane in range(2)] == joined
+    reader.close()
+
+
+@pytest.mark.clause("T3", "T5")
+def test_a_launch_that_fails_raises_no_counter_and_nothing_behind_it_does(writer):
+    """It reads where there is nothing: the device ends everything of its process."""
+    _, pipe, reader, marks = writer(4, bad=1 << 45)
+    assert pipe.poll(60), "the device does not fail"
+    assert pipe.recv() == "the device has failed"
+    assert all(reader.value(mark.lane) < mark.number for mark in marks)
+    reader.close()
 
 
 @pytest.mark.clause("T6")
