@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+_NAME = re.compile(r"[\w.-]+")
 
 LOADS = """
 import importlib, importlib.metadata, importlib.util, sys
@@ -232,10 +235,12 @@ def settings() -> dict[str, Any]:
 
 def constraints_with_oldest() -> str:
     """``constraints.txt``, but of what the settings call ``oldest``, which the other environments have as new."""
-    oldest = settings()["oldest"]
-    free = {line.partition("==")[0] for line in [*oldest, *settings()["with-oldest"]]}
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join([*(line for line in lines if line.partition("==")[0] not in free), *oldest, ""])
+    instead = [*settings()["oldest"], *settings()["with-oldest"]]
+    names = {_NAME.match(line)[0] for line in instead}  # type: ignore[index]
+    lines = [
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.partition("==")[0] not in names
+    ]
+    return "\n".join([*lines, *(line for line in instead if line not in names), ""])
 
 
 def left_out(distribution: Distribution) -> list[Path]:
