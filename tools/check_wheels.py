@@ -132,7 +132,8 @@ def distributions() -> list[Distribution]:
 def run(doing: str, command: Sequence[str | Path], cwd: Path, **environment: str) -> None:
     """Run to the end with its output shown; a failure is Unfit, and says what was being done."""
     words = [str(part) for part in command]
-    process = subprocess.run(words, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, check=False)
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # nothing from a source tree
+    process = subprocess.run(words, cwd=cwd, env={**ours, **environment}, stdin=subprocess.DEVNULL, check=False)
     if process.returncode:
         raise Unfit(f"{doing}: exit status {process.returncode} of {' '.join(words[:3])} ...; see its output above")
 

@@ -299,7 +299,7 @@ def test_a_kits_run_has_a_folder_that_is_known_for_its_own(places, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(places.folders[0]))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(conformance, "command", lambda order, report: [sys.executable, "-c", ""])
-    monkeypatch.setattr(conformance, "_wait", lambda process: (made.append(fates(places)), process.wait())[1])
+    monkeypatch.setattr(conformance, "_wait", lambda process, _: (made.append(fates(places)), process.wait())[1])
     conformance.judge(conformance.Order("x"))
     ((name, fate),) = made[0].items()
     assert name.startswith(f"kvbaton-{os.getpid()}-")
