@@ -36,6 +36,7 @@ from cores import UNDISTURBED, halves, kept_to, pace, siblings
 from nixl_pair import CHUNK_BYTES, Memory, Shape, answer, guarded, hand_over, wait_until_up
 
 from kvbaton.connector import Endpoint
+from kvbaton.identity import new_transfer_id
 from kvbaton.segments import Segments
 
 WAYS = ("kvbaton", "kvbaton-done", "kernel", "engine", "ucxx", "copy")
@@ -331,8 +332,9 @@ class Source:
         """Seconds until the target had the last receipt, and until the last completion here."""
         guard, pipe = self.guard, self._pipe
         self._ask_polling("expect", len(self._batches))
+        transfer = new_transfer_id()
         self._began = time.perf_counter()
-        transfer = hand_over(guard, self._peer, self._batches, lambda: None)
+        hand_over(guard, transfer, self._peer, self._batches, lambda: None)
         done = time.perf_counter() - self._began
         while not pipe.poll(0):
             guard.poll()

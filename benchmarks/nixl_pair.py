@@ -145,10 +145,15 @@ def answer(pipe: Any) -> Any:
 
 
 def hand_over(
-    guard: GuardedConnector, peer: PeerId, batches: Sequence[tuple[Segments, Segments]], idle: Callable[[], object]
-) -> TransferId:
-    """Submit everything and poll until the source knows it done; ``idle`` is called whenever nothing was."""
-    transfer = new_transfer_id()
+    guard: GuardedConnector,
+    transfer: TransferId,
+    peer: PeerId,
+    batches: Sequence[tuple[Segments, Segments]],
+    idle: Callable[[], object],
+) -> None:
+    """Submit everything and poll until the source knows it done; ``idle`` is called whenever nothing was.
+
+    The transfer has its id when its request is admitted, long before there is anything to hand over (C1.2)."""
     left = len(batches)
     coming = (
         Chunk(transfer, sequence, peer, source, goal, source.nbytes) for sequence, (source, goal) in enumerate(batches)
@@ -164,7 +169,6 @@ def hand_over(
         left -= len(done)
         if not done:
             idle()
-    return transfer
 
 
 def target(pipe: Any, kind: str, device: int, nbytes: int, ways: Mapping[str, Mapping[str, Any]]) -> None:
@@ -242,12 +246,14 @@ class Source:
     def turn(self, way: str) -> float:
         """Move everything once; seconds."""
         self._ask("turn", way)
+        transfer = new_transfer_id()
         start = time.perf_counter()
         if way == RAW:
             self._raw.move()
         else:
             guard = self._guards[way]
-            guard.acknowledge(hand_over(guard, self._peers[way], self._batches, os.sched_yield))
+            hand_over(guard, transfer, self._peers[way], self._batches, os.sched_yield)
+            guard.acknowledge(transfer)
         return time.perf_counter() - start
 
     def rates(self, ways: Sequence[str], repeats: int) -> dict[str, float]:

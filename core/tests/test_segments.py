@@ -436,6 +436,8 @@ class TestSplit:
             for segments in (*batch, batch[0][1:], batch[1][:-1]):
                 afresh = Segments.of(segments.triples())
                 assert segments.nbytes == afresh.nbytes == sum(length for _, _, length in segments.triples())
+                greatest = max((length for _, _, length in segments.triples()), default=0)
+                assert segments.at_most() >= afresh.at_most() == greatest
                 outside = [at for at, (r, o, n) in enumerate(segments.triples()) if o + n > lengths.get(r, -1)]
                 assert not segments.within(lengths) or not outside
                 if outside:

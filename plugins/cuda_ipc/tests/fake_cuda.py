@@ -153,12 +153,13 @@ class FakeMover:
     def room(self, rows):
         return np.empty((3, rows), np.int64)
 
-    def start(self, runs, nbytes=None):
+    def start(self, runs, nbytes=None, longest=None, origins=(0, 0)):
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
         assert nbytes in (None, runs[2].sum())
-        runs = runs.T.tolist()
+        assert longest is None or longest >= runs[2].max()
+        runs = [(origins[0] + source, origins[1] + target, length) for source, target, length in runs.T.tolist()]
         self.turn = (self.turn + 1) % LANES
         self.numbers[self.turn] += 1
         mark = Mark(self.turn, self.numbers[self.turn]) if self.page else None

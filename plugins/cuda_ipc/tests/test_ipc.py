@@ -4,6 +4,7 @@ import ctypes
 import functools
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, FakeMover
@@ -18,7 +19,7 @@ from kvbaton_cuda_ipc.counters import MAX_LANES
 from kvbaton_cuda_ipc.driver import DriverError
 from kvbaton_cuda_ipc.ipc import AddressBook, IpcConnector
 from kvbaton_cuda_ipc.ipc_plugin import IpcOptions, IpcPlugin
-from kvbaton_cuda_ipc.ipc_words import Begun, Bye, Heard, Watching, Written, encode
+from kvbaton_cuda_ipc.ipc_words import Begun, Bye, Chunks, Heard, Launch, Watching, Written, encode
 from kvbaton_cuda_ipc.mover import Adrift
 from kvbaton_cuda_ipc.wire import Settings, Wire
 
@@ -180,11 +181,11 @@ def test_chunks_end_as_the_device_ends_them(two):
 
 @pytest.mark.clause("T6")
 def test_no_more_is_under_way_than_may_be(two):
-    pair = two(inflight=2).connect()
-    assert [pair.source.connector.submit(pair.chunk(number)) for number in range(3)] == [True, True, False]
+    pair = two(inflight=3).connect()
+    assert [pair.source.connector.submit(pair.chunk(number)) for number in range(4)] == [True, True, True, False]
     pair.source.mover.finish(1)
     pair.until(lambda: pair.source.completions)
-    assert pair.source.connector.submit(pair.chunk(3))
+    assert pair.source.connector.submit(pair.chunk(4))
 
 
 @pytest.mark.clause("T6", "T12")
@@ -225,27 +226,56 @@ def test_a_receipt_does_not_wait_for_the_sources_thread(watched):
     pair = watched()
     source, target = pair.source, pair.target
     pair.ends = [target]
-    transfer = several(pair, 3)
+    transfer = several(pair, 4)
     source.poll()
     link = target.connector._links[source.peer]
-    pair.until(lambda: link.expected == 3)
-    source.mover.finish(1)
-    pair.until(lambda: len(target.receipts) == 2)
+    pair.until(lambda: link.expected == 4)
     source.mover.finish(1)
     pair.until(lambda: len(target.receipts) == 3)
+    source.mover.finish(1)
+    pair.until(lambda: len(target.receipts) == 4)
     assert [(one.peer, one.transfer, one.sequence) for one in target.receipts] == [
-        (source.peer, transfer, number) for number in range(3)
+        (source.peer, transfer, number) for number in range(4)
     ]
-    assert target.memory.tolist() == [7] * 192 + [200] * (SIZE - 192)
+    assert target.memory.tolist() == [7] * 256 + [200] * (SIZE - 256)
     assert not source.completions
     source.poll()
-    assert [one.outcome for one in source.completions] == [Outcome.DONE] * 3
-    assert target.connector.statistics()["counted_receipts_total"] == 3
+    assert [one.outcome for one in source.completions] == [Outcome.DONE] * 4
+    assert target.connector.statistics()["counted_receipts_total"] == 4
     assert link.expected == 0
     pair.ends = [source, target]
     there = source.connector._links[target.peer]
-    pair.until(lambda: there.acknowledged == 3)  # or a peer that only counts would be taken for one that stands still
-    assert there.told == 3
+    pair.until(lambda: there.acknowledged == 4)  # or a peer that only counts would be taken for one that stands still
+    assert there.told == 4
+
+
+@pytest.mark.clause("T4", "T12")
+def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_receipts(watched, monkeypatch):
+    """A word costs as much as a copy takes, and at the destination whoever waits for the receipt would pay for it."""
+    pair = watched(inflight=14)
+    source, target = pair.source, pair.target
+    said = []
+    for end in pair.ends:
+        send = end.connector._wire.send
+        monkeypatch.setattr(
+            end.connector._wire, "send",
+            lambda peer, word, send=send, end=end: (said.append((end, ipc_words.decode(word))), send(peer, word)),
+        )  # fmt: skip
+    transfer = several(pair, 14)
+    assert not said
+    source.poll()
+    (told,) = said
+    assert told[0] is source
+    assert [[(one.transfer, len(one.sequences)) for one in launch.chunks] for launch in told[1].launches] == [
+        [(transfer, 3)], [(transfer, 3)], [(transfer, 6)], [(transfer, 2)]
+    ]  # fmt: skip
+    source.mover.finish(4)
+    pair.ends = [target]
+    pair.until(lambda: target.receipts)
+    assert len(target.receipts) == 14
+    assert said == [told]
+    target.poll()
+    assert said == [told, (target, Heard(14))]
 
 
 @pytest.mark.clause("T3", "T5")
@@ -331,19 +361,19 @@ def test_what_had_come_before_the_peer_was_gone_is_received_first(watched):
     """The source's process ends behind its last copy; what it had begun besides has not come."""
     pair = watched()
     source, target = pair.source, pair.target
-    several(pair, 3)
+    several(pair, 4)
     source.poll()
     link = target.connector._links[source.peer]
-    pair.until(lambda: link.expected == 3)
+    pair.until(lambda: link.expected == 4)
     pair.ends = [target]
     source.mover.finish(1)
     source.connector._wire.close()
     pair.until(lambda: target.downs)
-    assert [receipt.sequence for receipt in target.receipts] == [0, 1]
+    assert [receipt.sequence for receipt in target.receipts] == [0, 1, 2]
     source.mover.finish(1)
     for _ in range(10):
         target.poll()
-    assert len(target.receipts) == 2
+    assert len(target.receipts) == 3
     assert link.reader is None
 
 
@@ -351,16 +381,16 @@ def test_what_had_come_before_the_peer_was_gone_is_received_first(watched):
 @pytest.mark.parametrize("wrong", ["not read", "behind", "many"])
 def test_launches_that_cannot_have_been_begun_end_the_link(watched, wrong, monkeypatch):
     pair = watched()
-    names = tuple((new_transfer_id(), number) for number in range(2))
+    names = tuple(Chunks(new_transfer_id(), (number,)) for number in range(2))
     link = pair.target.connector._links[pair.source.peer]
-    words = [Begun(0, 1 << 40, names)]
+    words = [Begun((Launch(0, 1 << 40, names),))]
     if wrong == "not read":
         pair.target.connector._watch_no_more(link)
     elif wrong == "behind":
-        words.append(Begun(0, (1 << 40) - 1, names))
+        words.append(Begun((Launch(1, 1, names), Launch(0, (1 << 40) - 1, names))))
     else:
         monkeypatch.setattr(ipc, "MAX_EXPECTED", 3)
-        words.append(Begun(1, 1 << 40, names))
+        words.append(Begun((Launch(1, 1 << 40, names),)))
     for word in words:
         pair.source.connector._wire.send(pair.target.peer, encode(word))
     pair.until(lambda: pair.target.downs)
@@ -378,7 +408,8 @@ def test_what_has_come_is_received_though_bye_is_heard_first_and_the_rest_has_fa
     source.poll()
     link = target.connector._links[source.peer]
     pair.until(lambda: link.expected == 2)
-    target.connector._hear(link, encode(Begun(1, 1 << 40, ((new_transfer_id(), 0),))))  # it will never be over
+    never = Launch(1, 1 << 40, (Chunks(new_transfer_id(), (0,)),))
+    target.connector._hear(link, encode(Begun((never,))))
     source.mover.finish()
     source.connector.disconnect(target.peer)
     source.poll()
@@ -444,37 +475,40 @@ def several(pair, count):
 
 @pytest.mark.clause("T4", "T5")
 def test_chunks_of_one_pass_share_launches_and_end_one_by_one(two):
-    """Two, then four; the poll starts the rest.  Each has its completion and its receipt."""
-    pair = two(inflight=10).connect()
-    several(pair, 10)
+    """Three, three, and then as many as before in all; the poll starts the rest.  Each has its completion and its
+    receipt."""
+    pair = two(inflight=14).connect()
+    several(pair, 14)
     mover = pair.source.mover
-    assert [len(copy.runs) for copy in mover.copies] == [2, 4]
-    assert pair.source.connector.outstanding() == 10
+    assert [len(copy.runs) for copy in mover.copies] == [3, 3, 6]
+    assert pair.source.connector.outstanding() == 14
     pair.source.poll()
-    assert [len(copy.runs) for copy in mover.copies] == [2, 4, 4]
+    assert [len(copy.runs) for copy in mover.copies] == [3, 3, 6, 2]
     mover.finish(1)
-    pair.until(lambda: len(pair.target.receipts) == 2)
-    assert [completion.sequence for completion in pair.source.completions] == [0, 1]
-    mover.finish(2)
-    pair.until(lambda: len(pair.target.receipts) == 10)
-    assert sorted(receipt.sequence for receipt in pair.target.receipts) == list(range(10))
-    assert pair.target.memory.tolist() == [7] * 640 + [200] * (SIZE - 640)
+    pair.until(lambda: len(pair.target.receipts) == 3)
+    assert [completion.sequence for completion in pair.source.completions] == [0, 1, 2]
+    mover.finish(3)
+    pair.until(lambda: len(pair.target.receipts) == 14)
+    assert sorted(receipt.sequence for receipt in pair.target.receipts) == list(range(14))
+    assert pair.target.memory.tolist() == [7] * 896 + [200] * (SIZE - 896)
+    several(pair, 3)
+    assert [len(copy.runs) for copy in mover.copies if not copy.over] == [3], "the next pass begins anew"
 
 
 @pytest.mark.clause("T4", "T5")
 def test_the_last_of_many_chunks_have_a_launch_of_their_own(two):
     """What is said of them is short, and does not wait for those before."""
-    pair = two(inflight=25).connect()
-    several(pair, 25)
+    pair = two(inflight=32).connect()
+    several(pair, 32)
     mover = pair.source.mover
-    assert [len(copy.runs) for copy in mover.copies] == [2, 4, 8]
+    assert [len(copy.runs) for copy in mover.copies] == [3, 3, 6, 12]
     pair.source.poll()
-    assert [len(copy.runs) for copy in mover.copies] == [2, 4, 8, 9, 2]
+    assert [len(copy.runs) for copy in mover.copies] == [3, 3, 6, 12, 6, 2]
     (link,) = pair.source.connector._links.values()
     assert (link.queued_bytes, link.queued_rows) == (0, 0)
-    mover.finish(5)
-    pair.until(lambda: len(pair.target.receipts) == 25)
-    assert [completion.sequence for completion in pair.source.completions] == list(range(25))
+    mover.finish(6)
+    pair.until(lambda: len(pair.target.receipts) == 32)
+    assert [completion.sequence for completion in pair.source.completions] == list(range(32))
 
 
 @pytest.mark.clause("T4", "T5", "C9.3")
@@ -515,18 +549,18 @@ def test_a_group_is_bounded(two, monkeypatch):
 @pytest.mark.clause("T9")
 def test_what_is_not_started_is_cancelled(two):
     pair = two().connect()
-    mine = several(pair, 3)
+    mine = several(pair, 4)
     other = pair.chunk(7, 512)
     pair.source.connector.cancel(new_transfer_id())
     pair.source.connector.cancel(mine)
     assert pair.source.connector.submit(other)
     pair.source.poll()
     (cancelled,) = pair.source.completions
-    assert (cancelled.sequence, cancelled.outcome, cancelled.terminal) == (2, Outcome.CANCELLED, True)
+    assert (cancelled.sequence, cancelled.outcome, cancelled.terminal) == (3, Outcome.CANCELLED, True)
     pair.source.mover.finish(2)
-    pair.until(lambda: len(pair.target.receipts) == 3)
-    assert sorted(receipt.sequence for receipt in pair.target.receipts) == [0, 1, 7]
-    assert pair.target.memory[128:192].tolist() == [200] * 64
+    pair.until(lambda: len(pair.target.receipts) == 4)
+    assert sorted(receipt.sequence for receipt in pair.target.receipts) == [0, 1, 2, 7]
+    assert pair.target.memory[192:256].tolist() == [200] * 64
 
 
 @pytest.mark.clause("T2", "T5")
@@ -542,11 +576,11 @@ def test_an_orderly_end_is_after_what_is_queued(two):
 @pytest.mark.clause("T7", "C6.4")
 def test_what_is_queued_for_a_peer_that_is_fenced_is_never_started(two):
     pair = two().connect()
-    several(pair, 3)
+    several(pair, 4)
     pair.source.connector.fenced(pair.target.peer)
     pair.source.poll()
     (failed,) = pair.source.completions
-    assert (failed.sequence, failed.outcome, failed.terminal) == (2, Outcome.FAILED, True)
+    assert (failed.sequence, failed.outcome, failed.terminal) == (3, Outcome.FAILED, True)
     assert len(pair.source.mover.copies) == 1
 
 
@@ -836,9 +870,11 @@ def test_there_is_no_metadata_before_memory_is_registered():
 def test_addresses_of_segments(bases):
     ids = sorted(bases)
     rows = [(ids[index % len(ids)], index << 30, 1) for index in range(20)]
-    found = np.empty(20, np.int64)
-    AddressBook(bases).addresses([Segments.of(rows)], found)
+    found = np.array([offset for _, offset, _ in rows], np.int64)
+    book = AddressBook(bases)
+    book.locate([Segments.of(rows[:7]), Segments.of(rows[7:])], found)
     assert found.tolist() == [bases[id] + offset for id, offset, _ in rows]
+    assert book.origin == (1 << 50 if len(bases) == 1 else None)
 
 
 # -- the plugin object -----------------------------------------------------------------------------------------------
@@ -952,15 +988,44 @@ def test_words_are_what_they_say():
     from hypothesis import strategies as st
 
     from kvbaton.errors import ProtocolViolation
-    from kvbaton_cuda_ipc.ipc_words import MAX_NAMED, batches, decode
+    from kvbaton_cuda_ipc.ipc_words import MAX_NAMED, begun, count, decode, written
+    from kvbaton_cuda_ipc.wire import MAX_WORD
 
-    chunks = [(new_transfer_id(), sequence) for sequence in range(MAX_NAMED + 1)]
-    made = batches(chunks)
-    assert [len(names) for names in made] == [MAX_NAMED, 1]
-    assert [decode(encode(Written(names))).chunks for names in made] == made
-    for word in (Written(tuple(chunks[:3])), Begun(1, 1 << 40, tuple(chunks[:2])), Watching(), Heard(7), Bye()):
-        assert decode(encode(word)) == word
-    for word in (b"g", b"g" + bytes(8), encode(Begun(0, 1, ())), encode(Begun(MAX_LANES, 1, tuple(chunks[:1]))), b"cc"):
+    keys = [(new_transfer_id(), sequence) for sequence in range(MAX_NAMED + 1)]
+    alike = [(keys[0][0], sequence) for sequence in (*range(MAX_NAMED), (1 << 63) - 1)]
+    for some in (keys, alike):
+        words = written(some)
+        assert [count(word.chunks) for word in words] == [MAX_NAMED, 1]
+        alone = [(0, number, [key]) for number, key in enumerate(some)]
+        for launches, sizes in (
+            (alone, [MAX_NAMED, 1]), ([(0, 1, some)], [MAX_NAMED, 1]), ([], []),
+            ([(0, 1, some[:9]), (1, (1 << 63) - 1, some[9:]), alone[1]], [9, MAX_NAMED - 7]),
+        ):  # fmt: skip
+            told = begun(launches)
+            assert [sum(count(launch.chunks) for launch in word.launches) for word in told] == sizes
+            assert [
+                (launch.lane, launch.number, (those.transfer, sequence))
+                for word in told for launch in word.launches for those in launch.chunks for sequence in those.sequences
+            ] == [(lane, number, key) for lane, number, keys in launches for key in keys]  # fmt: skip
+            words += told
+        for word in (*words, Watching(), Heard(7), Bye()):
+            assert len(encode(word)) <= MAX_WORD
+            assert decode(encode(word)) == word
+
+    one, many = Chunks(keys[0][0], (1,)), Chunks(keys[0][0], tuple(range(MAX_NAMED)))
+    wrong = [
+        b"", b"g", b"cc", msgspec.msgpack.encode(["bye", 1]), encode(Bye()) + b"x", msgspec.msgpack.encode(["else"]),
+        *map(
+            encode,
+            (
+                Written(()), Written((one, many)), Written((Chunks(keys[0][0], ()),)), Written((Chunks("x", (1,)),)),
+                Written((Chunks(keys[0][0], (-1,)),)), Heard(-1), Begun(()), Begun((Launch(0, 1, ()),)),
+                Begun((Launch(0, 1, (one,)), Launch(MAX_LANES, 1, (one,)))), Begun((Launch(-1, 1, (one,)),)),
+                Begun((Launch(0, -1, (one,)),)), Begun((Launch(0, 1, (one,)), Launch(1, 1, (many,)))),
+            ),
+        ),
+    ]  # fmt: skip
+    for word in wrong:
         with pytest.raises(ProtocolViolation, match=r"C9\.3"):
             decode(word)
 
@@ -970,7 +1035,7 @@ def test_words_are_what_they_say():
             word = decode(data)
         except ProtocolViolation:
             return
-        assert encode(word) == data
+        assert decode(encode(word)) == word
 
     anything()
 

@@ -21,7 +21,9 @@ PTX = """
 	.param .u32 _scatter_param_2,
 	.param .u32 _scatter_param_3,
 	.param .u32 _scatter_param_4,
-	.param .u32 _scatter_param_5{rest}
+	.param .u32 _scatter_param_5,
+	.param .u64 _scatter_param_6,
+	.param .u64 _scatter_param_7{rest}
 )
 .reqntid 512
 {{
@@ -35,13 +37,13 @@ class Recorder:
     """The driver, as far as a launch needs it: what it was handed."""
 
     def launch(self, function, programs, threads, stream, arguments):
-        places = (ctypes.c_void_p * 8).from_address(arguments)
-        kinds = [ctypes.c_uint64, *[ctypes.c_int32] * 5, ctypes.c_uint64, ctypes.c_uint64]
+        places = (ctypes.c_void_p * 10).from_address(arguments)
+        kinds = [ctypes.c_uint64, *[ctypes.c_int32] * 5, *[ctypes.c_uint64] * 4]
         values = [kind.from_address(place).value for kind, place in zip(kinds, places, strict=True)]
         self.launched = function, programs, threads, stream, values
 
 
-USUAL = PTX.format(rest=SCRATCH.format(6) + SCRATCH.format(7))
+USUAL = PTX.format(rest=SCRATCH.format(8) + SCRATCH.format(9))
 
 
 def compiled(ptx=USUAL, **about):
@@ -63,7 +65,7 @@ def by_hand(plan, table, *, longest_of=None):
             bound = int(length[: plan.wide][tile * plan.tile_rows : (tile + 1) * plan.tile_rows].max())
             width = 8 * dict(scatter.TILES)[plan.tile_rows]
             end = min(end, -(-bound // width) * width)
-        ctypes.memmove(int(target[row]), int(source[row]), end)
+        ctypes.memmove(plan.origins[1] + int(target[row]), plan.origins[0] + int(source[row]), end)
     assert tiles > plan.programs, "a program that has one tile shows little"
 
 
@@ -86,7 +88,7 @@ def test_a_proof_sees_a_byte_at_either_end(rows, words, away):
 
     def wrong(plan, table):
         by_hand(plan, table)
-        at = int(table[1, 0]) + (int(table[2, 0]) if away == 0 else -1)
+        at = plan.origins[1] + int(table[1, 0]) + (int(table[2, 0]) if away == 0 else -1)
         ctypes.memset(at, 199, 1)
 
     proof.by(wrong)
@@ -106,15 +108,19 @@ def test_a_proof_sees_lengths_that_are_another_tiles(rows, words):
 
 @pytest.mark.clause("T12")
 @pytest.mark.parametrize("beside", [0, 1, 2])
-def test_the_driver_is_handed_the_kernels_arguments(beside):
+@pytest.mark.parametrize("known", [False, True])
+def test_the_driver_is_handed_the_kernels_arguments(beside, known):
     cuda = Recorder()
-    launch = Launch(cuda, compiled(PTX.format(rest="".join(SCRATCH.format(6 + one) for one in range(beside)))))
+    launch = Launch(cuda, compiled(PTX.format(rest="".join(SCRATCH.format(8 + one) for one in range(beside)))))
     base = 1 << 46
-    plan = scatter.plan(np.array([[base + 256], [base + 512], [1 << 33]]), 132)
-    launch(plan, SimpleNamespace(data_ptr=lambda: base), 5)
+    plan = scatter.plan(np.array([[256], [512], [1 << 33]]), 132, origins=(base, 2 * base))
+    if known:
+        launch(plan, None, 5, base)
+    else:
+        launch(plan, SimpleNamespace(data_ptr=lambda: base), 5)
     function, programs, threads, stream, values = cuda.launched
     assert (function, programs, threads, stream) == (77, plan.programs, 512, 5)
-    assert values == [base, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, 0, 0]
+    assert values == [base, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, base, 2 * base, 0, 0]
 
 
 @pytest.mark.clause("T3", "T11")
@@ -141,8 +147,9 @@ def test_launches_of_two_threads_do_not_mix():
 @pytest.mark.parametrize(
     "made",
     [
-        compiled(PTX.format(rest=SCRATCH.format(6) + SCRATCH.format(7) + SCRATCH.format(8))),
-        compiled(PTX.format(rest=",\n\t.param .u32 _scatter_param_6")),
+        compiled(PTX.format(rest=SCRATCH.format(8) + SCRATCH.format(9) + SCRATCH.format(10))),
+        compiled(PTX.format(rest=",\n\t.param .u32 _scatter_param_8")),
+        compiled(PTX.format(rest="").replace(".u64 _scatter_param_6", ".u32 _scatter_param_6")),
         compiled(PTX.format(rest="").replace(".u32 _scatter_param_3", ".u64 _scatter_param_3")),
         compiled("nothing of the kind"),
         compiled(shared=16),

@@ -116,9 +116,12 @@ class Device:
 
     # -- the kernel: it reads its table when it runs
 
-    def run(self, plan, table, stream):
+    def run(self, plan, table, stream, address):
+        assert address == table.data_ptr()
+
         def work():
             for source, target, length in table.numpy()[: 3 * plan.rows].reshape(3, plan.rows).T.tolist():
+                source, target = plan.origins[0] + source, plan.origins[1] + target
                 for (first, past), address in zip(self.bounds, (source, target), strict=True):
                     assert first <= address <= address + length <= past, "a table that is not this launch's"
                 ctypes.memmove(target, source, length)
@@ -194,7 +197,12 @@ def test_every_byte_comes_however_far_the_device_is_behind(device, memory, seed,
         if draw.random() < 0.6:
             here = ours.room(len(some))
             here[:] = runs
-            events.append(ours.start(here))
+            origins = (0, 0)
+            if draw.random() < 0.6:
+                origins = (source.ctypes.data - draw.choice((0, 48, 5)), target.ctypes.data)
+                here[:2] -= np.array(origins).reshape(2, 1)
+            about = draw.choice(((), (len(some) * length, length), (None, 2 * length)))
+            events.append(ours.start(here, **dict(zip(("nbytes", "longest"), about, strict=False)), origins=origins))
         else:
             events.append(ours.start(runs))
             runs[:] = 0  # the caller's again
@@ -240,12 +248,17 @@ def test_of_launches_that_were_seen_to_be_over_nothing_is_kept(device, memory):
 
 
 @pytest.mark.clause("T3")
-def test_long_runs_go_by_the_engine_and_the_others_by_the_kernel(device, memory):
+@pytest.mark.parametrize("told_from_origins", [False, True])
+def test_long_runs_go_by_the_engine_and_the_others_by_the_kernel(device, memory, told_from_origins):
     source, target = memory
     ours = opened(device, engine_above=4096)
     runs = ours.room(3)
     runs[:] = np.concatenate((runs_of(memory, [0, 2], 4096), runs_of(memory, [70], 64)), axis=1)
-    event = ours.start(runs)
+    origins = (0, 0)
+    if told_from_origins:
+        origins = (source.ctypes.data, target.ctypes.data)
+        runs[:2] -= np.array(origins).reshape(2, 1)
+    event = ours.start(runs, origins=origins)
     assert not event.query()
     device.finish()
     assert event.query()

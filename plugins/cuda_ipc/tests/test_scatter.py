@@ -80,19 +80,24 @@ def runs(draw):
     return Runs(lengths, sides[0][0], sides[1][0], max(end for _, end in sides) + 64)
 
 
-def run(scatter, given, programs):
-    plan = scatter.plan(np.stack(given.columns()), programs)
+def run(scatter, given, programs, origins=(0, 0)):
+    source, target, length = given.columns()
+    plan = scatter.plan(np.stack((source - origins[0], target - origins[1], length)), programs, origins=origins)
     assert 1 <= plan.programs <= programs
     scatter._scatter[(plan.programs,)](*scatter.arguments(plan, torch.from_numpy(plan.table)))
     return plan
 
 
 @pytest.mark.clause("T3")
-@given(given_runs=runs(), programs=st.integers(1, 9))
+@given(given_runs=runs(), programs=st.integers(1, 9), near=st.sampled_from([None, 0, 16, 5]))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_every_byte_goes_where_it_should_and_no_other_changes(scatter, given_runs, programs):
+def test_every_byte_goes_where_it_should_and_no_other_changes(scatter, given_runs, programs, near):
+    """``near``: how far origins are before the pools that places are told from; ``None``: places are addresses."""
     expected = given_runs.expected()
-    run(scatter, given_runs, programs)
+    pools = given_runs.source.ctypes.data, given_runs.target.ctypes.data
+    origins = (0, 0) if near is None else (pools[0] - near, pools[1] - 3 * near)
+    plan = run(scatter, given_runs, programs, origins)
+    assert plan.origins in (origins, (0, 0))
     assert np.array_equal(given_runs.target, expected)
 
 

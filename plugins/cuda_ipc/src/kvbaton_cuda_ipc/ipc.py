@@ -1,8 +1,8 @@
 """CUDA IPC: one stage's end of the transport that writes straight into a peer's device memory.
 
 **Bytes** go through mappings (:mod:`~kvbaton_cuda_ipc.mapping`): by a kernel of the source's, or copies by its engine,
-on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.  The first
-two chunks after a ``poll`` are started together, the next four, then eight, and the ``poll`` starts what is left, of
+on streams of the source's own (:mod:`~kvbaton_cuda_ipc.mover`).  The destination does nothing.  The first three chunks
+after a ``poll`` are started together, the next three, then six, then twelve, and the ``poll`` starts what is left, of
 more than four chunks the last ones by themselves: within a device a copy of 64 MiB takes no longer than it costs to
 begin one, and the device is busy with what was started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
@@ -43,7 +43,6 @@ from collections import deque
 from collections.abc import Mapping as Figures
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,29 +63,18 @@ from kvbaton.connector import (
 from kvbaton.errors import ConnectError, Outstanding, PeerLost, ProtocolViolation, RegistrationError, TransportError
 from kvbaton.identity import PeerId, TransferId
 from kvbaton.segments import Segments
+from kvbaton_cuda_ipc import ipc_words
 from kvbaton_cuda_ipc.counters import Reader, Where
 from kvbaton_cuda_ipc.driver import Cuda
 from kvbaton_cuda_ipc.ipc_plugin import CAPABILITIES
-from kvbaton_cuda_ipc.ipc_words import (
-    Begun,
-    Bye,
-    Heard,
-    Key,
-    Metadata,
-    Said,
-    Watching,
-    Written,
-    batches,
-    decode,
-    encode,
-)
+from kvbaton_cuda_ipc.ipc_words import Begun, Bye, Chunks, Heard, Key, Metadata, Said, Watching, Written, decode, encode
 from kvbaton_cuda_ipc.mapping import Mapping, Offer, offer, unreachable
-from kvbaton_cuda_ipc.mover import LANES, Adrift, Mark, Mover
+from kvbaton_cuda_ipc.mover import LANES, Adrift, Mover
 from kvbaton_cuda_ipc.wire import Down, Up, Wire, Word
 
 _log = logging.getLogger(__name__)
 #: What is spoken on the wire, and its version.
-PROTOCOL = "cuda_ipc/2"
+PROTOCOL = "cuda_ipc/3"
 #: Chunks that a peer may have begun and that have not come: no peer of ours begins more.
 MAX_EXPECTED = 8192
 #: Chunks of which a peer was told and has not said that it heard, at most, or as many as may be under way where these
@@ -95,8 +83,8 @@ MAX_UNHEARD = 1024
 #: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
 GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
 #: Chunks that are started together at first.  To begin one costs as much as its copy takes within a device (64 MiB):
-#: with one alone the device would begin some microseconds earlier, and stand still behind it.
-_TOGETHER = 2
+#: with fewer the device would begin some microseconds earlier, and stand still behind them.
+_TOGETHER = 3
 #: More chunks than this are not started together by a ``poll``: about a quarter, the last, has a launch of its own.
 _AT_ONCE = 4
 #: Seconds between two looks at the device while somebody waits for it, and for how long: words may have come meanwhile.
@@ -109,18 +97,16 @@ class AddressBook:
     def __init__(self, bases: Figures[int, int]) -> None:
         self._ids = np.array(sorted(bases), np.int64)
         self._bases = np.array([bases[id] for id in sorted(bases)], np.int64)
+        #: Where the only region begins; ``None`` where there are several.
+        self.origin = int(self._bases[0]) if len(bases) == 1 else None
 
-    def addresses(self, lists: Sequence[Segments], into: npt.NDArray[np.int64]) -> None:
-        """Of every segment of these lists, one after the other; all of them are in regions of the book."""
-        base = self._bases
-        if len(self._ids) > 1:
-            base = base[self._ids.searchsorted(_joined([segments.region for segments in lists]))]
-        np.add(_joined([segments.offset for segments in lists], into), base, out=into)
-
-
-def _joined(columns: list[npt.NDArray[Any]], into: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-    """What is in them, one after the other, in ``into`` where there are several."""
-    return columns[0] if len(columns) == 1 else np.concatenate(columns, out=into)
+    def locate(self, lists: Sequence[Segments], offsets: npt.NDArray[np.int64]) -> None:
+        """Make addresses of the offsets of all segments of these lists, one after the other; all of them are in regions
+        of the book."""
+        bases = self._bases
+        if self.origin is None:
+            bases = bases[self._ids.searchsorted(np.concatenate([segments.region for segments in lists]))]
+        np.add(offsets, bases, out=offsets)
 
 
 @dataclass(slots=True)
@@ -148,20 +134,23 @@ class _Link:
     where: Where | None
     mapping: Mapping | None = None
     book: AddressBook | None = None
+    #: Where the only region begins here and there, so that offsets need not become addresses first; ``None`` where
+    #: either side has several.
+    origins: tuple[int, int] | None = None
     flights: list[_Flight] = field(default_factory=list)
     #: Accepted and not started: never longer than until the next ``poll``.
     queued: list[Chunk] = field(default_factory=list)
     queued_bytes: int = 0
     queued_rows: int = 0
-    #: Launches of which the peer was not told yet, and their chunks.
-    begun: list[tuple[Mark, tuple[Chunk, ...]]] = field(default_factory=list)
+    #: Launches of which the peer was not told yet: lane, number, chunks.
+    begun: list[tuple[int, int, list[Key]]] = field(default_factory=list)
     #: The peer reads our counters.
     watched: bool = False
     #: The peer's counters; and what it has begun by them, each lane's launches in their order.
     reader: Reader | None = None
     coming: dict[int, deque[tuple[int, list[Receipt]]]] = field(default_factory=dict)
-    #: How many are started together next.
-    together: int = _TOGETHER
+    #: Chunks that were started since the last ``poll``.
+    started: int = 0
     #: ``disconnect`` was called, or the peer has said bye: nothing new is started.
     closing: bool = False
     said_bye: bool = False
@@ -278,6 +267,9 @@ class IpcConnector(ConnectorBase):
             self._lose(link, error)
             return
         link.book = AddressBook(link.mapping.addresses)
+        assert self._book is not None
+        here, there = self._book.origin, link.book.origin
+        link.origins = None if here is None or there is None else (here, there)
         self._events.append(PeerEvent(link.peer, up=True))
         if link.where is not None:
             try:
@@ -408,8 +400,9 @@ class IpcConnector(ConnectorBase):
         queued.append(chunk)
         link.queued_bytes += chunk.nbytes
         link.queued_rows += rows
-        if len(queued) >= link.together:
-            link.together *= 2
+        # at first twice the same, then each time as many as before in all: what was started outlasts the start of what
+        # comes next
+        if len(queued) >= max(_TOGETHER, link.started):
             self._start(link)
         return True
 
@@ -450,12 +443,21 @@ class IpcConnector(ConnectorBase):
         assert self._book is not None
         assert link.book is not None
         try:
+            # numpy's calls are what this costs, the more when nothing like it has run for a while: few, for all rows
             runs = self._mover.room(rows)
-            sources = [chunk.source for chunk in chunks]
-            self._book.addresses(sources, runs[0])
-            link.book.addresses([chunk.target for chunk in chunks], runs[1])
-            np.concatenate([segments.length for segments in sources], out=runs[2])
-            event = self._mover.start(runs, nbytes)
+            sources, targets = [chunk.source for chunk in chunks], [chunk.target for chunk in chunks]
+            columns = [segments.offset for segments in sources]
+            columns += [segments.offset for segments in targets]
+            columns += [segments.length for segments in sources]
+            np.concatenate(columns, out=runs.reshape(-1))
+            origins = link.origins
+            if origins is None:
+                origins = (0, 0)
+                self._book.locate(sources, runs[0])
+                link.book.locate(targets, runs[1])
+            longest = max([segments.at_most() for segments in sources])
+            all_alike = longest * rows == nbytes
+            event = self._mover.start(runs, nbytes, longest if all_alike else None, origins)
         except BaseException as error:
             # who is interrupted cannot know what was begun
             adrift = isinstance(error, Adrift) or not isinstance(error, Exception)
@@ -470,16 +472,16 @@ class IpcConnector(ConnectorBase):
             return
         mark = event.mark if link.watched else None
         if mark is not None:
-            link.begun.append((mark, chunks))
+            link.begun.append((*mark, [(chunk.transfer, chunk.sequence) for chunk in chunks]))
+        link.started += len(chunks)
         link.flights += [_Flight(chunk, event, mark is not None) for chunk in chunks]
 
     def _announce(self, link: _Link) -> None:
         """Tell the peer with which launch its chunks went, while the device is at it."""
         begun, link.begun = link.begun, []
-        for mark, chunks in begun:
-            link.told += len(chunks)
-            for names in batches([(chunk.transfer, chunk.sequence) for chunk in chunks]):
-                self._say(link, Begun(mark.lane, mark.number, names))
+        link.told += sum([len(chunks) for _, _, chunks in begun])
+        for word in ipc_words.begun(begun):
+            self._say(link, word)
 
     def _unqueue(self, link: _Link) -> None:
         link.queued.clear()
@@ -498,8 +500,8 @@ class IpcConnector(ConnectorBase):
         unseen = [flight.key for flight in done if not flight.counted]
         if error is None and unseen:
             try:
-                for names in batches(unseen):
-                    self._wire.send(link.peer, encode(Written(names)))
+                for word in ipc_words.written(unseen):
+                    self._wire.send(link.peer, encode(word))
             except PeerLost as lost:
                 error = lost  # the wire reports it as down, too
         if error is None:
@@ -553,11 +555,12 @@ class IpcConnector(ConnectorBase):
             return IDLE
         self._enter()
         for waiting in list(self._links.values()):
-            waiting.together = _TOGETHER
             if waiting.queued:
                 self._start_all(waiting)
+            waiting.started = 0
             if waiting.begun:
                 self._announce(waiting)
+            self._answer(waiting)
         for event in self._wire.poll():
             link = self._links.get(event.peer)
             if link is None:
@@ -572,7 +575,6 @@ class IpcConnector(ConnectorBase):
         for link in list(self._links.values()):
             self._see(link)
             self._look(link)
-            self._answer(link)
             if link.closing:
                 self._part(link)
         for link in list(self._ebbing.values()):
@@ -588,10 +590,12 @@ class IpcConnector(ConnectorBase):
             word = decode(data)
             match word:
                 case Written(chunks):
-                    self._receipts += [Receipt(link.peer, transfer, sequence) for transfer, sequence in chunks]
-                    link.heard += len(chunks)
-                case Begun(lane, number, chunks):
-                    self._expect(link, lane, number, chunks)
+                    receipts = _receipts(link.peer, chunks)
+                    self._receipts += receipts
+                    link.heard += len(receipts)
+                case Begun(launches):
+                    for launch in launches:
+                        self._expect(link, launch.lane, launch.number, _receipts(link.peer, launch.chunks))
                 case Watching():
                     link.watched = True
                 case Heard(count):
@@ -610,16 +614,16 @@ class IpcConnector(ConnectorBase):
             self._dropped += 1
             self._lose(link, error)
 
-    def _expect(self, link: _Link, lane: int, number: int, chunks: tuple[Key, ...]) -> None:
+    def _expect(self, link: _Link, lane: int, number: int, receipts: list[Receipt]) -> None:
         if link.reader is None:
             raise ProtocolViolation("C7.4", f"{link.peer} tells of its counters, which are not read here")
         waiting = link.coming.setdefault(lane, deque())
         if waiting and number < waiting[-1][0]:
             raise ProtocolViolation("C7.4", f"{link.peer} begins launch {number} behind {waiting[-1][0]}")
-        link.expected += len(chunks)
+        link.expected += len(receipts)
         if link.expected > MAX_EXPECTED:
             raise ProtocolViolation("C9.3", f"{link.peer} has begun {link.expected} chunks, and {MAX_EXPECTED} may be")
-        waiting.append((number, [Receipt(link.peer, transfer, sequence) for transfer, sequence in chunks]))
+        waiting.append((number, receipts))
 
     def _see(self, link: _Link) -> None:
         """Pass on what the peer's counters say has come (T3)."""
@@ -636,6 +640,8 @@ class IpcConnector(ConnectorBase):
                 link.expected -= len(receipts)
 
     def _answer(self, link: _Link) -> None:
+        """Say what has come, in the pass behind the one that reported it: nobody is in a hurry to hear it, and whoever
+        has something more to write has us polling."""
         if link.heard != link.answered and link.open and not link.said_bye:
             link.answered = link.heard
             try:
@@ -650,6 +656,7 @@ class IpcConnector(ConnectorBase):
                 self._start(link)
             if link.begun:
                 self._announce(link)
+            self._answer(link)
         if self._completions:
             return
         links = [link for link in self._links.values() if link.flights or link.expected]
@@ -694,6 +701,10 @@ class IpcConnector(ConnectorBase):
         for problem in problems:
             if problem is not None:
                 raise TransportError(f"T10: a peer's memory was not unmapped: {problem}") from problem
+
+
+def _receipts(peer: PeerId, chunks: tuple[Chunks, ...]) -> list[Receipt]:
+    return [Receipt(peer, some.transfer, sequence) for some in chunks for sequence in some.sequences]
 
 
 def _has_news(link: _Link) -> bool:

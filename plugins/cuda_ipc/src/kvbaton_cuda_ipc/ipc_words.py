@@ -6,111 +6,134 @@ Everything here comes from another process: it is decoded strictly, and what is 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from kvbaton.errors import ProtocolViolation
-from kvbaton.identity import TransferId
+from kvbaton.identity import TransferId, WireTransferId
 from kvbaton_cuda_ipc.counters import MAX_LANES, Where
 from kvbaton_cuda_ipc.mapping import MAX_OFFER
 
 #: Chunks that one word can name.
 MAX_NAMED = 4096
-_NAME = struct.Struct("<16sQ")
-_COUNT = struct.Struct("<Q")
-_LAUNCH = struct.Struct("<BQ")
-_WRITTEN, _BEGUN, _WATCHING, _HEARD, _BYE = b"w", b"g", b"c", b"h", b"b"
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Numbers: TypeAlias = Annotated[tuple[_Number, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMED)]
 
 #: A chunk: transfer and sequence.
 Key: TypeAlias = tuple[TransferId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """All bytes of these chunks are where they should be."""
+class Chunks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Some chunks of one transfer, by their sequences."""
 
-    chunks: tuple[Key, ...]
+    transfer: WireTransferId
+    sequences: _Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+_Some: TypeAlias = Annotated[tuple[Chunks, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMED)]
+
+
+class Launch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """All bytes of these chunks are where they should be once my counter of this lane says this number, or more."""
 
-    lane: int
-    number: int
-    chunks: tuple[Key, ...]
+    lane: Annotated[int, msgspec.Meta(ge=0, lt=MAX_LANES)]
+    number: _Number
+    chunks: _Some
 
 
-@dataclass(frozen=True, slots=True)
-class Watching:
+class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="written"):
+    """All bytes of these chunks are where they should be."""
+
+    chunks: _Some
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="begun"):
+    """Launches, those of each lane in their order: all that I have to tell of, for a word costs more than what it
+    says."""
+
+    launches: Annotated[tuple[Launch, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMED)]
+
+
+class Watching(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="watching"):
     """I read your counters: of what you begin from now on, tell me with which launch it went."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="heard"):
     """So many chunks I have been told of in all, and have passed on."""
 
-    count: int
+    count: _Number
 
 
-@dataclass(frozen=True, slots=True)
-class Bye:
+class Bye(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="bye"):
     """I have nothing under way to you, have unmapped your memory, and will write nothing more."""
 
 
 Said: TypeAlias = Written | Begun | Watching | Heard | Bye
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Said)
 
 
 def encode(word: Said) -> bytes:
-    match word:
-        case Written(chunks):
-            return _WRITTEN + _names(chunks)
-        case Begun(lane, number, chunks):
-            return _BEGUN + _LAUNCH.pack(lane, number) + _names(chunks)
-        case Watching():
-            return _WATCHING
-        case Heard(count):
-            return _HEARD + _COUNT.pack(count)
-        case Bye():
-            return _BYE
-
-
-def _names(chunks: Sequence[Key]) -> bytes:
-    return b"".join(_NAME.pack(bytes.fromhex(transfer), sequence) for transfer, sequence in chunks)
-
-
-def _named(body: bytes) -> tuple[Key, ...]:
-    """None where they are not ours."""
-    if len(body) % _NAME.size or len(body) > MAX_NAMED * _NAME.size:
-        return ()
-    return tuple((TransferId(name.hex()), sequence) for name, sequence in _NAME.iter_unpack(body))
+    return _encoder.encode(word)
 
 
 def decode(data: bytes) -> Said:
     """Raises :class:`~kvbaton.errors.ProtocolViolation` for anything else."""
-    kind, body = data[:1], data[1:]
-    if kind == _WRITTEN and (chunks := _named(body)):
-        return Written(chunks)
-    if kind == _BEGUN and (chunks := _named(body[_LAUNCH.size :])):
-        lane, number = _LAUNCH.unpack_from(body)
-        if lane < MAX_LANES:
-            return Begun(lane, number, chunks)
-    if data == _WATCHING:
-        return Watching()
-    if kind == _HEARD and len(body) == _COUNT.size:
-        return Heard(*_COUNT.unpack(body))
-    if data == _BYE:
-        return Bye()
-    raise ProtocolViolation("C9.3", f"a word of {len(data)} bytes that is none of ours")
+    try:
+        word = _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        raise ProtocolViolation("C9.3", f"a word of {len(data)} bytes that is none of ours: {error}") from error
+    match word:
+        case Written(chunks):
+            named = count(chunks)
+        case Begun(launches):
+            named = sum([count(launch.chunks) for launch in launches])
+        case _:
+            return word
+    if named > MAX_NAMED:
+        raise ProtocolViolation("C9.3", f"a word that names {named} chunks, and {MAX_NAMED} may be")
+    return word
 
 
-def batches(chunks: Sequence[Key]) -> list[tuple[Key, ...]]:
-    """In as few pieces as fit a word each."""
-    return [tuple(chunks[start : start + MAX_NAMED]) for start in range(0, len(chunks), MAX_NAMED)]
+def count(chunks: Iterable[Chunks]) -> int:
+    """How many they are."""
+    return sum([len(some.sequences) for some in chunks])
+
+
+def named(keys: Iterable[Key]) -> tuple[Chunks, ...]:
+    """Those of one transfer that follow each other, together."""
+    return tuple(
+        [
+            Chunks(transfer, tuple([sequence for _, sequence in those]))
+            for transfer, those in groupby(keys, itemgetter(0))
+        ]
+    )
+
+
+def written(keys: Sequence[Key]) -> list[Written]:
+    """In as few words as name them all."""
+    return [Written(named(keys[start : start + MAX_NAMED])) for start in range(0, len(keys), MAX_NAMED)]
+
+
+def begun(launches: Iterable[tuple[int, int, Sequence[Key]]]) -> list[Begun]:
+    """Lane, number and chunks of each, in as few words as name them all, or nearly so."""
+    words: list[Begun] = []
+    together: list[Launch] = []
+    left = MAX_NAMED
+    for lane, number, keys in launches:
+        for start in range(0, len(keys), MAX_NAMED):
+            some = keys[start : start + MAX_NAMED]
+            if len(some) > left:
+                words.append(Begun(tuple(together)))
+                together, left = [], MAX_NAMED
+            together.append(Launch(lane, number, named(some)))
+            left -= len(some)
+    if together:
+        words.append(Begun(tuple(together)))
+    return words
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -27,10 +27,10 @@ from kvbaton_cuda_ipc.driver import Driver, DriverError
 
 _log = logging.getLogger(__name__)
 #: The kernel's own parameters as the compiler writes them, behind which it may have up to two addresses of its own.
-_PARAMETERS = ["u64", *["u32"] * 5]
+_PARAMETERS = ["u64", *["u32"] * 5, "u64", "u64"]
 _PARAMETER = re.compile(r"^\s*\.param\s+\.(\w+)\b[^,;]*_param_\d+,?$", re.MULTILINE)
-_ARGUMENTS = struct.Struct("@Q5iQQ")
-_OFFSETS = (0, 8, 12, 16, 20, 24, 32, 40)
+_ARGUMENTS = struct.Struct("@Q5i4Q")
+_OFFSETS = (0, 8, 12, 16, 20, 24, 32, 40, 48, 56)
 _WARP = 32
 
 
@@ -42,8 +42,9 @@ class _Arguments(threading.local):
     """Where the driver reads a launch's arguments: in each thread elsewhere, for others run while it does."""
 
     def __init__(self) -> None:
-        self.values = ctypes.create_string_buffer(_ARGUMENTS.size)
-        first = ctypes.addressof(self.values)
+        self.values = bytearray(_ARGUMENTS.size)
+        self._kept = ctypes.c_char.from_buffer(self.values)  # it cannot move as long as this is
+        first = ctypes.addressof(self._kept)
         self._places = (ctypes.c_void_p * len(_OFFSETS))(*[first + offset for offset in _OFFSETS])
         self.address = ctypes.addressof(self._places)
 
@@ -76,10 +77,12 @@ class Launch:
         self._cuda = cuda
         self._arguments = _Arguments()
 
-    def __call__(self, plan: scatter.Plan, table: Any, stream: int) -> None:
+    def __call__(self, plan: scatter.Plan, table: Any, stream: int, address: int | None = None) -> None:
         mine = self._arguments
+        if address is None:
+            address = table.data_ptr()
         _ARGUMENTS.pack_into(
-            mine.values, 0, table.data_ptr(), plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, 0, 0
+            mine.values, 0, address, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, *plan.origins, 0, 0
         )
         self._cuda.launch(self._function, plan.programs, self._threads, stream, mine.address)
 
@@ -89,7 +92,7 @@ class Kernels:
 
     def __init__(self, cuda: Driver) -> None:
         self._cuda = cuda
-        self._launches: dict[int, Callable[[scatter.Plan, Any, int], None]] = {}
+        self._launches: dict[int, Callable[[scatter.Plan, Any, int, int | None], None]] = {}
         #: Why Triton's launcher is used; empty where the driver is.
         self.indirect = ""
 
@@ -126,14 +129,15 @@ class Kernels:
                 self.indirect = str(error)
                 self._launches[rows] = _by_triton
 
-    def run(self, plan: scatter.Plan, table: Any, stream: int) -> None:
+    def run(self, plan: scatter.Plan, table: Any, stream: int, address: int | None = None) -> None:
         """On the stream with this handle, of the device that the kernel was compiled for, which is current.  ``table``:
         a tensor that holds the plan's at its beginning, in that device's memory or pinned in the host's, until the
-        launch is over."""
-        self._launches[plan.tile_rows](plan, table, stream)
+        launch is over; ``address``: where, if it is known (to ask a tensor costs 5 microseconds where nobody has for a
+        while)."""
+        self._launches[plan.tile_rows](plan, table, stream, address)
 
 
-def _by_triton(plan: scatter.Plan, table: Any, stream: int) -> None:
+def _by_triton(plan: scatter.Plan, table: Any, stream: int, _address: int | None) -> None:
     import torch
 
     with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
@@ -168,7 +172,11 @@ class Proof:
         self._source = torch.from_numpy(held).to(device)
         self._target = torch.empty_like(self._source)
         runs = self._source.data_ptr() + reads, self._target.data_ptr() + writes, lengths
-        self._plan = scatter.plan(np.stack(runs), 2)
+        plan = scatter.plan(np.stack(runs), 2)
+        # some are not aligned, so that it is planned in addresses; what the kernel adds to places is to be seen, too
+        origins = self._source.data_ptr() - 48, self._target.data_ptr() + 32
+        plan.table[:2] -= np.array(origins).reshape(2, 1)
+        self._plan = plan._replace(origins=origins)
         assert self._plan.tile_rows == rows
         table = torch.from_numpy(self._plan.table)
         self._table = table.pin_memory() if self._target.is_cuda else table  # where a mover's are, too

@@ -28,13 +28,17 @@ from kvbaton_cuda_ipc.driver import Driver, DriverError
 
 _log = logging.getLogger(__name__)
 
-#: Three rows: source addresses, target addresses, lengths in bytes.
+#: Three rows: where sources and targets begin, in bytes from the origin of each, and lengths in bytes.
 Table = npt.NDArray[np.int64]
+#: Addresses that the first two rows are told from.
+Origins = tuple[int, int]
 
 #: Lanes of a connector.
 LANES = 2
 #: Tables that there are from the beginning, and the rows that each has room for.
 _TABLES, _ROWS = 64, 8192
+#: Views of a table that are remembered.
+_VIEWS = 64
 #: Programs of the kernel for each multiprocessor, unless told otherwise: more were not faster.
 PROGRAMS = 1
 #: A run of at least so many bytes goes to the copy engine, which costs some microseconds for each.
@@ -68,17 +72,20 @@ class Mover(Protocol):
     """
 
     def room(self, rows: int) -> Table:
-        """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``: the device reads them there.
-        The caller's until then, or until the next ``room``."""
+        """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``, C-contiguous: the device
+        reads them there.  The caller's until then, or until the next ``room``."""
 
     @property
     def counters(self) -> Where | None:
         """Where other processes of this host find how far the lanes have come, ``None`` where nothing is counted."""
 
-    def start(self, runs: Table, nbytes: int | None = None) -> Started:
-        """Begin to copy from each address of the first row to the one at its index of the second so many bytes as the
+    def start(
+        self, runs: Table, nbytes: int | None = None, longest: int | None = None, origins: Origins = (0, 0)
+    ) -> Started:
+        """Begin to copy from each place of the first row to the one at its index of the second so many bytes as the
         third says.  Never waits.  ``runs``, int64 ``[3, count]``: what :meth:`room` gave, or anything else, which is
-        the caller's again afterwards.  ``nbytes``: of all of them, where it is known.
+        the caller's again afterwards; places are in bytes from their ``origins``.  ``nbytes``: of all of them;
+        ``longest``: the greatest length; where they are known.
 
         Until the event says that it is over, neither side may be touched, nor unmapped.  Raises what the device says
         where nothing was begun or everything that was begun is over; else :class:`Adrift`.
@@ -104,9 +111,21 @@ class _Table:
     def __init__(self, pinned: Any) -> None:
         self.pinned = pinned
         self.host: npt.NDArray[np.int64] = pinned.numpy()
+        self.address: int = pinned.data_ptr()
         #: What was given of it last.
         self.runs: Table | None = None
         self.rows = len(self.host) // 3
+        self._views: dict[int, Table] = {}
+
+    def of(self, rows: int) -> Table:
+        """Its beginning, as a table of so many.  Requests are alike, and a view costs more than to remember it."""
+        runs = self._views.get(rows)
+        if runs is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            runs = self._views[rows] = self.host[: 3 * rows].reshape(3, rows)
+        self.runs = runs
+        return runs
 
 
 def _tables(count: int, rows: int) -> list[_Table]:
@@ -236,21 +255,23 @@ class DeviceMover:
     def room(self, rows: int) -> Table:
         self._give_back()
         self._given = table = self._take(rows)
-        table.runs = runs = table.host[: 3 * rows].reshape(3, rows)
-        return runs
+        return table.of(rows)
 
-    def start(self, runs: Table, nbytes: int | None = None) -> Started:
+    def start(
+        self, runs: Table, nbytes: int | None = None, longest: int | None = None, origins: Origins = (0, 0)
+    ) -> Started:
         self._turn = lane = (self._turn + 1) % LANES
         stream = self._streams[lane]
         counters = self._counters
         launched = False
         try:
-            longest = int(np.maximum.reduce(runs[2]))
+            if longest is None:
+                longest = int(np.maximum.reduce(runs[2]))
             if longest >= self._engine_above:
-                runs, nbytes = self._by_engine(runs, stream), None
+                runs, nbytes = self._by_engine(runs, origins, stream), None
                 longest = int(np.maximum.reduce(runs[2], initial=0))
             if runs.shape[1]:
-                self._by_kernel(runs, longest, nbytes, stream)
+                self._by_kernel(runs, longest, nbytes, origins, stream)
                 launched = True
             mark = None if counters is None else Mark(lane, counters.raise_behind(lane))
             # behind the number: where the event was seen, nobody who reads it then reads too little
@@ -273,26 +294,27 @@ class DeviceMover:
             raise
         return event
 
-    def _by_engine(self, runs: Table, stream: int) -> Table:
+    def _by_engine(self, runs: Table, origins: Origins, stream: int) -> Table:
         """Start what the copy engine is better at; what is left."""
         large = runs[2] >= self._engine_above
         for source, target, length in runs[:, large].T.tolist():
-            self._cuda.copy(target, source, length, stream)
+            self._cuda.copy(origins[1] + target, origins[0] + source, length, stream)
             self._figures["engine_bytes_total"] += length
             self._figures["engine_runs_total"] += 1
         return runs[:, ~large]
 
-    def _by_kernel(self, runs: Table, longest: int, nbytes: int | None, stream: int) -> None:
+    def _by_kernel(self, runs: Table, longest: int, nbytes: int | None, origins: Origins, stream: int) -> None:
         """Launch it, with the table that was given last, which then stays the given one."""
         count = runs.shape[1]
         if self._given is None or self._given.runs is not runs:
             mine = self.room(count)
             mine[:] = runs
             runs = mine
-        launch = self._plan(runs, self._programs, self.room, longest, nbytes)  # in the table that was given last
+        # in the table that was given last
+        launch = self._plan(runs, self._programs, self.room, longest, nbytes, origins)
         table = self._given
         assert table is not None
-        self._kernels.run(launch, table.pinned, stream)
+        self._kernels.run(launch, table.pinned, stream, table.address)
         figures = self._figures
         figures["launches_total"] += 1
         figures["kernel_runs_total"] += count

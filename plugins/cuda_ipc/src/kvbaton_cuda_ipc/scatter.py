@@ -1,9 +1,10 @@
 """One launch moves any number of runs of bytes, each from an address to an address.
 
-A *table* names the runs: three columns of 64-bit integers, source address, target address, length in bytes.  Whoever
-makes it (:func:`plan`) cuts what is long into pieces, so that no program has more to do than another, and sorts what
-is aligned to 16 bytes at both ends before what is not: the former moves in vectors of 16 bytes, the latter byte by
-byte.  Of a run whose two ends are equally far from alignment only the few bytes before and after go by themselves.
+A *table* names the runs: three columns of 64-bit integers, where the source and the target begin, in bytes from an
+origin each (0, where these are addresses), and the length in bytes.  Whoever makes it (:func:`plan`) cuts what is long
+into pieces, so that no program has more to do than another, and sorts what is aligned to 16 bytes at both ends before
+what is not: the former moves in vectors of 16 bytes, the latter byte by byte.  Of a run whose two ends are equally far
+from alignment only the few bytes before and after go by themselves.
 
 A program takes a tile, so many rows and so many bytes of each; tiles for long and for short runs are compiled apart.
 The number of programs is whatever the launch has: each takes every so manieth tile, and reads its rows of the table
@@ -21,10 +22,14 @@ import triton
 import triton.language as tl
 
 Column = npt.NDArray[np.int64]
-#: Three rows: source addresses, target addresses, lengths in bytes.
+#: Three rows: where sources and targets begin, in bytes from the origin of each, and lengths in bytes.
 Table = npt.NDArray[np.int64]
 #: Such rows, in one array or each by itself.
 Columns = Table | tuple[Column, ...]
+#: Addresses that sources and targets are told from.
+Origins = tuple[int, int]
+#: Where they are addresses themselves.
+NOWHERE: Origins = (0, 0)
 
 #: Bytes of a vector access; what both addresses and the length must be multiples of.
 ALIGNED = 16
@@ -42,7 +47,9 @@ _NARROW_ROWS, _NARROW_BYTES = 16, 128
 _WORDS = dict(TILES)
 
 
-@triton.jit(do_not_specialize=["rows", "wide", "per", "piece", "narrow"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(  # type: ignore[untyped-decorator,unused-ignore]
+    do_not_specialize=["rows", "wide", "per", "piece", "narrow", "from_origin", "to_origin"]
+)
 def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler reads this
     table,
     rows,
@@ -50,15 +57,17 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
     per,
     piece,
     narrow,
+    from_origin: tl.int64,
+    to_origin: tl.int64,
     tile_rows: tl.constexpr,
     tile_words: tl.constexpr,
     narrow_rows: tl.constexpr,
     narrow_bytes: tl.constexpr,
 ):
-    """``table``: three columns of ``rows``.  The first ``wide`` are aligned; each of them is cut into ``per`` pieces of
-    ``piece`` bytes, the last one maybe shorter or empty.  Where tiles have several rows, none of these is cut, and
-    ``piece`` is the longest; where they have one, ``wide`` is not 0.  None of the others has more than ``narrow``
-    bytes.
+    """``table``: three columns of ``rows``; sources and targets are so many bytes from their origins.  The first
+    ``wide`` are aligned; each of them is cut into ``per`` pieces of ``piece`` bytes, the last one maybe shorter or
+    empty.  Where tiles have several rows, none of these is cut, and ``piece`` is the longest; where they have one,
+    ``wide`` is not 0.  None of the others has more than ``narrow`` bytes.
 
     The first pieces of all runs come first, then the second ones: programs that run at the same time read different
     rows, because reads of one line of the host's memory wait for each other, a microsecond each.
@@ -85,8 +94,8 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
             skip = (item // wide).to(tl.int64) * piece
             left = tl.minimum(tl.maximum(length - skip, 0), piece).to(tl.int32)
             words = tl.multiple_of(left // 16 * 2, 2)
-            reads = tl.multiple_of((source + skip).to(tl.pointer_type(tl.int64)), 16)
-            writes = tl.multiple_of((target + skip).to(tl.pointer_type(tl.int64)), 16)
+            reads = tl.multiple_of((from_origin + source + skip).to(tl.pointer_type(tl.int64)), 16)
+            writes = tl.multiple_of((to_origin + target + skip).to(tl.pointer_type(tl.int64)), 16)
             for begin in range(0, words, tile_words):
                 at = begin + word
                 values = tl.load(reads + at, mask=at < words)
@@ -103,8 +112,8 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
             next_targets = tl.load(table + rows + rows_ahead, mask=rows_ahead < wide, other=0)
             next_lengths = tl.load(table + 2 * rows + rows_ahead, mask=rows_ahead < wide, other=0)
             row_words = tl.multiple_of(lengths.to(tl.int32) // 16 * 2, 2)
-            from_rows = tl.multiple_of(sources.to(tl.pointer_type(tl.int64)), 16)
-            to_rows = tl.multiple_of(targets.to(tl.pointer_type(tl.int64)), 16)
+            from_rows = tl.multiple_of((from_origin + sources).to(tl.pointer_type(tl.int64)), 16)
+            to_rows = tl.multiple_of((to_origin + targets).to(tl.pointer_type(tl.int64)), 16)
             for begin in range(0, piece // 8, tile_words):
                 place = begin + word[None, :]
                 inside = place < row_words[:, None]
@@ -117,8 +126,8 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
         origin = tl.load(table + which, mask=which < rows, other=0)
         goal = tl.load(table + rows + which, mask=which < rows, other=0)
         size = tl.load(table + 2 * rows + which, mask=which < rows, other=0).to(tl.int32)
-        from_bytes = origin.to(tl.pointer_type(tl.int8))
-        to_bytes = goal.to(tl.pointer_type(tl.int8))
+        from_bytes = (from_origin + origin).to(tl.pointer_type(tl.int8))
+        to_bytes = (to_origin + goal).to(tl.pointer_type(tl.int8))
         for begin in range(0, narrow, narrow_bytes):
             byte = begin + tl.arange(0, narrow_bytes)[None, :]
             within = byte < size[:, None]
@@ -130,7 +139,7 @@ class Plan(NamedTuple):
 
     The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of at most ``piece`` bytes by tiles of
     ``tile_rows`` rows.  None of the others has more than ``narrow`` bytes.  ``programs``: how many the launch should
-    have; ``nbytes``: what it moves.
+    have; ``nbytes``: what it moves; ``origins``: of sources and of targets.
     """
 
     table: Table
@@ -141,6 +150,7 @@ class Plan(NamedTuple):
     tile_rows: int
     programs: int
     nbytes: int
+    origins: Origins
 
     @property
     def rows(self) -> int:
@@ -157,23 +167,25 @@ def plan(
     room: Callable[[int], Table] = _fresh,
     longest: int | None = None,
     nbytes: int | None = None,
+    origins: Origins = NOWHERE,
 ) -> Plan:
-    """A launch that copies from each address of the first row to the one at its index of the second so many bytes as
-    the third says.
+    """A launch that copies from each place of the first row to the one at its index of the second so many bytes as the
+    third says.
 
-    ``runs``: int64 ``[3, count]``; where they can be moved as they are, they are the plan's table.  ``programs``: how
-    many there may be at most.  ``room``: where another table of so many rows can be written, int64 ``[3, rows]``; what
-    ``runs`` are in is not needed once it is asked.  ``longest``, ``nbytes``: the greatest length and the sum of all,
-    where they are known.  Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here
-    depends on what the addresses mean.
+    ``runs``: int64 ``[3, count]``, places in bytes from their ``origins``; where they can be moved as they are, they
+    are the plan's table.  ``programs``: how many there may be at most.  ``room``: where another table of so many rows
+    can be written, int64 ``[3, rows]``; what ``runs`` are in is not needed once it is asked.  ``longest``, ``nbytes``:
+    the greatest length and the sum of all, where they are known.  Lengths are positive, target ranges do not overlap,
+    and there is at least one.  Nothing here depends on what the addresses mean.
     """
     if nbytes is None:
         nbytes = int(np.add.reduce(runs[2]))
     columns: Columns = runs
-    if int(np.bitwise_or.reduce(runs, axis=None)) % ALIGNED == 0:
+    if (int(np.bitwise_or.reduce(runs, axis=None)) | origins[0] | origins[1]) % ALIGNED == 0:
         total, narrow = nbytes, None
     else:
-        columns, narrow = _sort(*runs)
+        columns, narrow = _sort(runs[0] + origins[0], runs[1] + origins[1], runs[2])
+        origins = NOWHERE
         total, longest = int(np.add.reduce(columns[2])), None
     if longest is None:
         longest = int(np.maximum.reduce(columns[2], initial=0))
@@ -190,7 +202,7 @@ def plan(
         table = _written((columns, narrow), room)
     else:
         table = runs if even else _written((columns,), room)
-    return Plan(table, count, per, piece, longest_narrow, tile_rows, max(1, min(programs, tiles)), nbytes)
+    return Plan(table, count, per, piece, longest_narrow, tile_rows, max(1, min(programs, tiles)), nbytes, origins)
 
 
 def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, int, int]:
@@ -243,7 +255,7 @@ def arguments(plan: Plan, table: Any) -> tuple[Any, ...]:
     """What the kernel is called with; ``table``: the plan's, where the device reads it."""
     words = _WORDS[plan.tile_rows]
     return (
-        table, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow,
+        table, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, *plan.origins,
         plan.tile_rows, words, _NARROW_ROWS, _NARROW_BYTES,
     )  # fmt: skip
 
