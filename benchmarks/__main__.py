@@ -10,9 +10,11 @@
 A benchmark is a module ``pN_name.py`` beside this file with ``run() -> list of rows``; a row has ``id``, ``case``,
 ``value``, ``unit``, ``target``, ``ok`` (None: no target), and ``better`` (``higher`` where it is not stated), and
 whatever else stands behind the value.  It may draw a picture of its own, ``picture(rows, path)``, which ``--save``
-keeps as ``results/FILE.svg``.  One that cannot run here raises: it is reported, the others run, and the exit
-status is 1; or 3 where all that could not be measured wants something that is not here, such as a CUDA device.  A
-target that was missed changes no exit status: a figure is no test.
+keeps as ``results/FILE.svg``, or ``FILE-I-J.svg`` where devices were named, and shows in ``results.md``.
+
+One that cannot run here raises: it is reported, the others run, and the exit status is 1; or 3 where all that could
+not be measured wants something that is not here, such as a CUDA device.  A target that was missed changes no exit
+status: a figure is no test.
 
 Each result keeps the machine, the versions and the command, because some need another machine than others; and how
 disturbed it was: the load, and the share of the time for which this process was ready to run and another one had the
@@ -163,9 +165,9 @@ def markdown(results: list[Result]) -> str:
 
 
 def notes() -> list[str]:
-    """What was found out besides the figures, and the pictures of where packing pays, if there are any."""
+    """What was found out besides the figures, and the benchmarks' own pictures."""
     lines = (RESULTS / "notes.md").read_text().splitlines() if (RESULTS / "notes.md").exists() else []
-    pictures = [f"![{file.stem}]({file.name})" for file in sorted(RESULTS.glob("crossover-*.svg"))]
+    pictures = [f"![{file.stem}]({file.name})" for file in sorted(RESULTS.glob("p*.svg"))]
     return [line for part in (lines, pictures) if part for line in (*part, "")]
 
 
@@ -196,8 +198,9 @@ def keep(results: list[Result]) -> None:
     for result in results:
         module = sys.modules[files[result["id"]].stem]
         if hasattr(module, "picture"):
-            module.picture(result["rows"], RESULTS / f"{module.__name__}.svg")
-        (RESULTS / f"{result.get('file', result['id'])}.json").write_text(json.dumps(result, indent=1) + "\n")
+            devices = result["file"].removeprefix(result["id"])  # "", or "-0-1"
+            module.picture(result["rows"], RESULTS / f"{module.__name__}{devices}.svg")
+        (RESULTS / f"{result['file']}.json").write_text(json.dumps(result, indent=1) + "\n")
     kept = [json.loads(file.read_text()) for file in RESULTS.glob("P*.json")]
     kept.sort(key=lambda result: (_number(result["id"]), result.get("file", "")))
     (RESULTS / "results.md").write_text(markdown(kept))

@@ -10,6 +10,7 @@ than two copies of a segment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ CASES = [
     ("8,192 x 4 KiB", 4 * KiB, 8192, 1.5),
 ]
 LENGTHS = [KiB << step for step in range(9)]
-PICTURE = Path(__file__).parent / "results" / "crossover-host.svg"
 
 
 def run(repeats: int = 9) -> list[dict[str, Any]]:
@@ -47,8 +47,6 @@ def run(repeats: int = 9) -> list[dict[str, Any]]:
             )  # fmt: skip
         points = crossover(source, LENGTHS, 64 * MiB, max(3, repeats // 2))
     below = PACKING_BELOW["host"]
-    PICTURE.parent.mkdir(exist_ok=True)
-    plot_crossover(points, "NIXL on host memory, two processes", below, PICTURE)
     rows.append(
         {
             "id": "P2", "case": f"packing pays below (auto: {below // KiB} KiB)",
@@ -56,3 +54,11 @@ def run(repeats: int = 9) -> list[dict[str, Any]]:
         }
     )  # fmt: skip
     return rows
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Where packing pays."""
+    from kvbaton_nixl.link import PACKING_BELOW
+
+    points = next(row["points"] for row in rows if "points" in row)
+    plot_crossover(points, "NIXL on host memory, two processes", PACKING_BELOW["host"], path)

@@ -31,7 +31,6 @@ TOTAL, MOST = 256 * MiB, 32768
 #: case, bytes of a segment, segments: the hand-offs, in chunks of 64 MiB.
 HAND_OFFS = [("1,024 x 1.5 MiB in 25 chunks", 1536 * KiB, 1024), ("49,152 x 32 KiB in 24 chunks", 32 * KiB, 49152)]
 PROGRAMS = (8, 16, 32, 64, 132, 264, 528)
-RESULTS = Path(__file__).parent / "results"
 
 
 #: Between two devices there are fewer points, and nothing is computed beside.

@@ -9,6 +9,7 @@ target on the second; else both are on device 0, whose kernels then run in turns
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ CASES = [
     ("32,768 x 4 KiB", 4 * KiB, 32768, None, 5),
 ]
 LENGTHS = [KiB << step for step in range(2, 14)]
-RESULTS = Path(__file__).parent / "results"
+#: What a case ends with where source and target are on devices of their own.
+APART = " (two devices)"
 
 
 def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
@@ -39,8 +41,7 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
         raise Absent(f"no CUDA device {max(devices)}: torch sees {torch.cuda.device_count()}")
     from kvbaton_nixl.link import PACKING_BELOW
 
-    apart = devices[0] != devices[1]
-    where = " (two devices)" if apart else ""
+    where = APART if devices[0] != devices[1] else ""
     rows: list[dict[str, Any]] = []
     with pair("cuda", 3 << 30, CROSSOVER_WAYS, devices) as source:
         copy = source.copy_rate()
@@ -59,9 +60,6 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
             )  # fmt: skip
         points = crossover(source, LENGTHS, 256 * MiB, 3)
     below = PACKING_BELOW["cuda"]
-    RESULTS.mkdir(exist_ok=True)
-    name = "crossover-two-devices.svg" if apart else "crossover-device.svg"
-    plot_crossover(points, f"NIXL on device memory, two processes{where}", below, RESULTS / name)
     rows += [
         {
             "id": "P8", "case": f"packing pays below (auto: {below // KiB} KiB){where}",
@@ -73,3 +71,12 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
         },
     ]  # fmt: skip
     return rows
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Where packing pays."""
+    from kvbaton_nixl.link import PACKING_BELOW
+
+    row = next(row for row in rows if "points" in row)
+    where = APART if row["case"].endswith(APART) else ""
+    plot_crossover(row["points"], f"NIXL on device memory, two processes{where}", PACKING_BELOW["cuda"], path)
