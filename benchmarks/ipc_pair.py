@@ -2,11 +2,12 @@
 
 The ways take turns, at the source:
 
-- ``kvbaton``: chunks through the guard and the connector; over when the last receipt has been passed on *at the
-  target*, by the clock that processes of one host share; and ``kvbaton-done``, the same until the last completion at
-  the source, which polls before the first chunk, too, as a stage's pump does that has something under way;
-- ``kernel``: the transport's own kernel over a mapping of its own, one launch for each chunk, its tables on the device
-  beforehand, nobody told;
+- ``kvbaton``: chunks through the guard and the connector, from the first ``submit`` until the last receipt has been
+  passed on *at the target*, by the clock that processes of one host share; and ``kvbaton-done``, the same until the
+  last completion at the source.  The source polls before the first chunk, too, as a stage's pump does that has
+  something under way;
+- ``kernel``: the transport's own kernel over a mapping of its own, one launch for each chunk, its plans and tables made
+  beforehand, these in the device's memory, nobody told;
 - ``engine``: one copy by the driver for each segment, over that mapping;
 - ``ucxx``: one tagged message for each segment, by UCX on its own;
 - ``copy``: a plain copy of as many bytes within the source's device: what its memory gives.
@@ -189,7 +190,6 @@ class Source:
 
         The ways that can; UCX's own may not here, which is said."""
         torch = self._torch
-        from kvbaton_cuda_ipc import scatter
         from kvbaton_cuda_ipc.mover import PROGRAMS
 
         shape = self._shape = Shape(length, count)
@@ -198,8 +198,7 @@ class Source:
         if programs is None:
             programs = PROGRAMS * torch.cuda.get_device_properties(self.memory.device).multi_processor_count
         base = self.memory.region.address
-        self._plans = [scatter.plan(self._runs(base, reads, writes), programs) for reads, writes in self._batches]
-        self._tables = [torch.from_numpy(plan.table).to(self.memory.owner.device) for plan in self._plans]
+        self._launches = [self._launch(reads, writes, programs) for reads, writes in self._batches]
         self._copies = (
             (base + shape.reads * length).tolist(), (self._there + shape.writes * length).tolist(), length
         )  # fmt: skip
@@ -226,8 +225,14 @@ class Source:
                 raise RuntimeError(f"T3: {way}: {wrong} bytes of {count} x {length} are wrong")
         return able
 
-    def _runs(self, base: int, reads: Segments, writes: Segments) -> np.ndarray:
-        return np.stack((base + reads.offset, self._there + writes.offset, reads.length))
+    def _launch(self, reads: Segments, writes: Segments, programs: int) -> tuple[Any, Any, int]:
+        """Of a chunk: the kernel's plan, its table on the device, and the table's address."""
+        from kvbaton_cuda_ipc import scatter
+
+        runs = np.stack((reads.offset, writes.offset, reads.length))
+        plan = scatter.plan(runs, programs, origins=(self.memory.region.address, self._there))
+        table = self._torch.from_numpy(plan.table).to(self.memory.owner.device)
+        return plan, table, table.data_ptr()
 
     def turn(self, way: str) -> float:
         """Move everything once; seconds."""
@@ -313,10 +318,10 @@ class Source:
         event = self._torch.cuda.Event
         stream = self._streams[0]
         device = []
-        for plan, table in [*zip(self._plans, self._tables, strict=True)] * 2:
+        for plan, table, address in self._launches * 2:
             before, behind = event(enable_timing=True), event(enable_timing=True)
             before.record(stream)
-            self._kernels.run(plan, table, stream.cuda_stream)
+            self._kernels.run(plan, table, stream.cuda_stream, address)
             behind.record(stream)
             behind.synchronize()
             device.append(before.elapsed_time(behind) * 1e-3)
@@ -350,9 +355,10 @@ class Source:
         return answer(self._pipe)
 
     def _by_kernel(self) -> float:
+        streams = [stream.cuda_stream for stream in self._streams]
         start = time.perf_counter()
-        for index, (plan, table) in enumerate(zip(self._plans, self._tables, strict=True)):
-            self._kernels.run(plan, table, self._streams[index % 2].cuda_stream)
+        for index, (plan, table, address) in enumerate(self._launches):
+            self._kernels.run(plan, table, streams[index % 2], address)
         return self._settled(start)
 
     def _by_engine(self) -> float:
@@ -393,8 +399,6 @@ class Source:
         """How much matrix products and a copy of the device's own memory slow down while chunks are copied without a
         pause, with so many programs at once; and the rate of those copies."""
         torch = self._torch
-        from kvbaton_cuda_ipc import scatter
-
         a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.memory.owner.device)
         big = torch.empty(1 << 28, dtype=torch.uint8, device=self.memory.owner.device)
         out = torch.empty_like(a)
@@ -403,11 +407,10 @@ class Source:
             "matmul": lambda: torch.matmul(a, a, out=out),
             "memory": lambda: big[: 1 << 27].copy_(big[1 << 27 :]),
         }
-        base = self.memory.region.address
         reads, writes = self._batches[0]
         nbytes = reads.nbytes
 
-        def timed(work: Callable[[], Any], plan: Any, table: Any) -> tuple[float, float]:
+        def timed(work: Callable[[], Any], launch: tuple[Any, Any, int] | None) -> tuple[float, float]:
             """Seconds of one work, bytes copied per second; neither stream is ever without something to do."""
             copy = self._streams[0]
             working: deque[Any] = deque()
@@ -423,9 +426,10 @@ class Source:
                         for _ in range(4):
                             work()
                     working.append(compute.record_event())
-                if plan is not None and len(copying) < 6:
+                if launch is not None and len(copying) < 6:
+                    plan, table, address = launch
                     for _ in range(8):
-                        self._kernels.run(plan, table, copy.cuda_stream)
+                        self._kernels.run(plan, table, copy.cuda_stream, address)
                     copying.append(copy.record_event())
                 while working and working[0].query():
                     working.popleft()
@@ -439,12 +443,11 @@ class Source:
 
         found = []
         for name, work in works.items():
-            alone, _ = timed(work, None, None)
+            alone, _ = timed(work, None)
             for count in programs:
-                plan = scatter.plan(self._runs(base, reads, writes), count)
-                table = torch.from_numpy(plan.table).to(self.memory.owner.device)
+                launch = self._launch(reads, writes, count)
                 torch.cuda.synchronize(self.memory.device)
-                slowed, rate = timed(work, plan, table)
+                slowed, rate = timed(work, launch)
                 found.append({"beside": name, "programs": count, "slowdown": slowed / alone, "gb_per_s": rate / 1e9})
         return found
 

@@ -437,7 +437,7 @@ class TestSplit:
                 afresh = Segments.of(segments.triples())
                 assert segments.nbytes == afresh.nbytes == sum(length for _, _, length in segments.triples())
                 greatest = max((length for _, _, length in segments.triples()), default=0)
-                assert segments.at_most() >= afresh.at_most() == greatest
+                assert segments.length_bound >= afresh.length_bound == greatest
                 outside = [at for at, (r, o, n) in enumerate(segments.triples()) if o + n > lengths.get(r, -1)]
                 assert not segments.within(lengths) or not outside
                 if outside:

@@ -250,7 +250,8 @@ class Segments:
                 return len(ends) == 1 and _largest(_past(self.offset, self.length)) <= lengths.get(region, 0)
         return True
 
-    def at_most(self) -> int:
+    @property
+    def length_bound(self) -> int:
         """What no length is above: the greatest, or that of a list that this one is a range of.  0 where there is none
         and nobody has looked at that list."""
         longest = self._longest
@@ -362,7 +363,7 @@ def _ends(segments: Segments) -> tuple[tuple[int, int], ...]:
     """The regions of a list that is not empty, and where in each its last byte lies: where it is one, at most."""
     region, offset = segments.region, segments.offset
     if _alike(region):
-        return ((region.item(0), _largest(offset) + segments.at_most()),)
+        return ((region.item(0), _largest(offset) + segments.length_bound),)
     starts = np.flatnonzero(np.concatenate(([True], region[1:] != region[:-1])))
     regions = region[starts]
     ends = np.maximum.reduceat(_past(offset, segments.length), starts)
@@ -508,9 +509,9 @@ def split(
         return []
     if len(source) <= max_segments and source.nbytes <= max_bytes:
         if not source.few:
-            _set_longest(target, source.at_most())  # looked for once, not on either side
+            _set_longest(target, source.length_bound)  # looked for once, not on either side
         return [(source, target)]
-    longest = source.at_most()
+    longest = source.length_bound
     if longest > max_bytes:
         source, target = _cut(source, target, max_bytes, grain)
         longest = max_bytes

@@ -17,10 +17,11 @@ from kvbaton.segments import Segments
 from kvbaton_cuda_ipc import ipc, ipc_words
 from kvbaton_cuda_ipc.counters import MAX_LANES
 from kvbaton_cuda_ipc.driver import DriverError
-from kvbaton_cuda_ipc.ipc import AddressBook, IpcConnector
+from kvbaton_cuda_ipc.ipc import IpcConnector
 from kvbaton_cuda_ipc.ipc_plugin import IpcOptions, IpcPlugin
 from kvbaton_cuda_ipc.ipc_words import Begun, Bye, Chunks, Heard, Launch, Watching, Written, encode
 from kvbaton_cuda_ipc.mover import Adrift
+from kvbaton_cuda_ipc.runs import AddressBook
 from kvbaton_cuda_ipc.wire import Settings, Wire
 
 SIZE = 4096
@@ -873,8 +874,8 @@ def test_addresses_of_segments(bases):
     found = np.array([offset for _, offset, _ in rows], np.int64)
     book = AddressBook(bases)
     book.locate([Segments.of(rows[:7]), Segments.of(rows[7:])], found)
-    assert found.tolist() == [bases[id] + offset for id, offset, _ in rows]
-    assert book.origin == (1 << 50 if len(bases) == 1 else None)
+    assert (book.origin + found).tolist() == [bases[id] + offset for id, offset, _ in rows]
+    assert book.origin == (1 << 50 if len(bases) == 1 else 0)
 
 
 # -- the plugin object -----------------------------------------------------------------------------------------------

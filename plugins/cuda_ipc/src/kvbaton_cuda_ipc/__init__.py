@@ -10,8 +10,9 @@ tell each other, :mod:`~kvbaton_cuda_ipc.staging` is where bytes wait, and how t
 
 Of the transport ``cuda_ipc``: :mod:`~kvbaton_cuda_ipc.ipc` is the promise, :mod:`~kvbaton_cuda_ipc.mapping` opens one
 process's memory to another by way of CUDA's :mod:`~kvbaton_cuda_ipc.driver`, :mod:`~kvbaton_cuda_ipc.mover` starts
-what moves bytes, of which :mod:`~kvbaton_cuda_ipc.scatter` is the kernel, which :mod:`~kvbaton_cuda_ipc.kernels`
-compiles, proves and launches, and :mod:`~kvbaton_cuda_ipc.ipc_words` is what its ends tell each other.
+what moves :mod:`~kvbaton_cuda_ipc.runs` of bytes, of which :mod:`~kvbaton_cuda_ipc.scatter` is the kernel, which
+:mod:`~kvbaton_cuda_ipc.kernels` compiles, proves and launches, :mod:`~kvbaton_cuda_ipc.counters` say what has come, and
+:mod:`~kvbaton_cuda_ipc.ipc_words` is what its ends tell each other.
 """
 
 from __future__ import annotations

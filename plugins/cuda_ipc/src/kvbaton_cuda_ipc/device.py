@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvbaton.connector import DeviceEvent, MemoryRegion
@@ -17,8 +15,7 @@ from kvbaton.errors import TransportError
 from kvbaton.segments import Segments
 from kvbaton_cuda_ipc import driver
 from kvbaton_cuda_ipc.mover import DeviceMover
-
-Column = npt.NDArray[np.int64]
+from kvbaton_cuda_ipc.runs import AddressBook
 
 
 class DeviceSlots:
@@ -37,7 +34,7 @@ class DeviceSlots:
         self._cuda = cuda
         self._ordinal = regions[0].device
         self._device = torch.device("cuda", self._ordinal)
-        self._bases = {region.id: region.address for region in regions}
+        self._book = AddressBook({region.id: region.address for region in regions})
         self._owners = [region.owner for region in regions]
         cuda.enter(self._ordinal)
         self._mover: DeviceMover | None = DeviceMover(cuda, self._ordinal, None, None)
@@ -52,29 +49,24 @@ class DeviceSlots:
         return None
 
     def gather(self, segments: Segments, slot: Any) -> DeviceEvent | None:
-        addresses, places = self._addresses(segments), self._places(segments, slot)
-        return self._start(addresses, places, segments)
+        return self._start(segments, slot, 0)
 
     def scatter(self, slot: Any, segments: Segments) -> DeviceEvent | None:
-        addresses, places = self._addresses(segments), self._places(segments, slot)
-        return self._start(places, addresses, segments)
+        return self._start(segments, slot, 1)
 
     def read(self, segments: Segments) -> None:
         return None
 
-    def _start(self, source: Column, target: Column, segments: Segments) -> DeviceEvent:
+    def _start(self, segments: Segments, slot: Any, theirs: int) -> DeviceEvent:
+        """``theirs``: which column of the table the segments are, 0 that of sources, 1 that of targets; the slot is the
+        other."""
         assert self._mover is not None
-        runs = self._mover.room(len(segments.length))
-        runs[0], runs[1], runs[2] = source, target, segments.length
-        return self._mover.start(runs)
-
-    def _addresses(self, segments: Segments) -> Column:
-        bases = np.array([self._bases[region] for region in segments.region.tolist()], np.int64)
-        return bases + segments.offset
-
-    def _places(self, segments: Segments, slot: Any) -> Column:
-        places = segments.length.cumsum() - segments.length
-        return places + int(slot.data_ptr())
+        runs = self._mover.room(len(segments))
+        runs[theirs], runs[2] = segments.offset, segments.length
+        self._book.locate([segments], runs[theirs])
+        runs[1 - theirs] = segments.length.cumsum() - segments.length
+        here, there = self._book.origin, int(slot.data_ptr())
+        return self._mover.start(runs, segments.nbytes, None, (there, here) if theirs else (here, there))
 
     def enter(self) -> None:
         self._cuda.enter(self._ordinal)

@@ -45,7 +45,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.connector import (
     IDLE,
@@ -62,7 +61,6 @@ from kvbaton.connector import (
 )
 from kvbaton.errors import ConnectError, Outstanding, PeerLost, ProtocolViolation, RegistrationError, TransportError
 from kvbaton.identity import PeerId, TransferId
-from kvbaton.segments import Segments
 from kvbaton_cuda_ipc import ipc_words
 from kvbaton_cuda_ipc.counters import Reader, Where
 from kvbaton_cuda_ipc.driver import Cuda
@@ -70,6 +68,7 @@ from kvbaton_cuda_ipc.ipc_plugin import CAPABILITIES
 from kvbaton_cuda_ipc.ipc_words import Begun, Bye, Chunks, Heard, Key, Metadata, Said, Watching, Written, decode, encode
 from kvbaton_cuda_ipc.mapping import Mapping, Offer, offer, unreachable
 from kvbaton_cuda_ipc.mover import LANES, Adrift, Mover
+from kvbaton_cuda_ipc.runs import AddressBook
 from kvbaton_cuda_ipc.wire import Down, Up, Wire, Word
 
 _log = logging.getLogger(__name__)
@@ -82,31 +81,13 @@ MAX_EXPECTED = 8192
 MAX_UNHEARD = 1024
 #: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
 GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
-#: Chunks that are started together at first.  To begin one costs as much as its copy takes within a device (64 MiB):
-#: with fewer the device would begin some microseconds earlier, and stand still behind them.
+#: Chunks that are started together at first: with fewer the device would begin some microseconds earlier, and stand
+#: still behind them.
 _TOGETHER = 3
 #: More chunks than this are not started together by a ``poll``: about a quarter, the last, has a launch of its own.
 _AT_ONCE = 4
 #: Seconds between two looks at the device while somebody waits for it, and for how long: words may have come meanwhile.
 _PAUSE, _LOOKING = 20e-6, 1e-3
-
-
-class AddressBook:
-    """Where regions begin, to turn segments into addresses."""
-
-    def __init__(self, bases: Figures[int, int]) -> None:
-        self._ids = np.array(sorted(bases), np.int64)
-        self._bases = np.array([bases[id] for id in sorted(bases)], np.int64)
-        #: Where the only region begins; ``None`` where there are several.
-        self.origin = int(self._bases[0]) if len(bases) == 1 else None
-
-    def locate(self, lists: Sequence[Segments], offsets: npt.NDArray[np.int64]) -> None:
-        """Make addresses of the offsets of all segments of these lists, one after the other; all of them are in regions
-        of the book."""
-        bases = self._bases
-        if self.origin is None:
-            bases = bases[self._ids.searchsorted(np.concatenate([segments.region for segments in lists]))]
-        np.add(offsets, bases, out=offsets)
 
 
 @dataclass(slots=True)
@@ -134,9 +115,6 @@ class _Link:
     where: Where | None
     mapping: Mapping | None = None
     book: AddressBook | None = None
-    #: Where the only region begins here and there, so that offsets need not become addresses first; ``None`` where
-    #: either side has several.
-    origins: tuple[int, int] | None = None
     flights: list[_Flight] = field(default_factory=list)
     #: Accepted and not started: never longer than until the next ``poll``.
     queued: list[Chunk] = field(default_factory=list)
@@ -267,9 +245,6 @@ class IpcConnector(ConnectorBase):
             self._lose(link, error)
             return
         link.book = AddressBook(link.mapping.addresses)
-        assert self._book is not None
-        here, there = self._book.origin, link.book.origin
-        link.origins = None if here is None or there is None else (here, there)
         self._events.append(PeerEvent(link.peer, up=True))
         if link.where is not None:
             try:
@@ -394,7 +369,7 @@ class IpcConnector(ConnectorBase):
         if not chunk.nbytes:
             link.flights.append(_Flight(chunk, None))
             return True
-        rows = len(chunk.source.length)
+        rows = len(chunk.source)
         if queued and (link.queued_bytes + chunk.nbytes > GROUP_BYTES or link.queued_rows + rows > GROUP_ROWS):
             self._start(link)
         queued.append(chunk)
@@ -440,8 +415,9 @@ class IpcConnector(ConnectorBase):
             link.queued_bytes -= nbytes
             del link.queued[:count]
         self._enter()
-        assert self._book is not None
-        assert link.book is not None
+        here, there = self._book, link.book
+        assert here is not None
+        assert there is not None
         try:
             # numpy's calls are what this costs, the more when nothing like it has run for a while: few, for all rows
             runs = self._mover.room(rows)
@@ -450,14 +426,11 @@ class IpcConnector(ConnectorBase):
             columns += [segments.offset for segments in targets]
             columns += [segments.length for segments in sources]
             np.concatenate(columns, out=runs.reshape(-1))
-            origins = link.origins
-            if origins is None:
-                origins = (0, 0)
-                self._book.locate(sources, runs[0])
-                link.book.locate(targets, runs[1])
-            longest = max([segments.at_most() for segments in sources])
-            all_alike = longest * rows == nbytes
-            event = self._mover.start(runs, nbytes, longest if all_alike else None, origins)
+            here.locate(sources, runs[0])
+            there.locate(targets, runs[1])
+            bound = max([segments.length_bound for segments in sources])
+            longest = bound if bound * rows == nbytes else None  # of lengths that are all alike
+            event = self._mover.start(runs, nbytes, longest, (here.origin, there.origin))
         except BaseException as error:
             # who is interrupted cannot know what was begun
             adrift = isinstance(error, Adrift) or not isinstance(error, Exception)
@@ -644,10 +617,7 @@ class IpcConnector(ConnectorBase):
         has something more to write has us polling."""
         if link.heard != link.answered and link.open and not link.said_bye:
             link.answered = link.heard
-            try:
-                self._wire.send(link.peer, encode(Heard(link.heard)))
-            except PeerLost:
-                return  # the wire reports it
+            self._say(link, Heard(link.heard))
 
     def wait(self, timeout: float) -> None:
         """Until a word comes; while copies are under way, ours or a peer's, until one is over, or for a moment."""

@@ -6,18 +6,17 @@ gives to copies like these, and so what words, checks and events cost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.connector import MemoryRegion
 from kvbaton.errors import ConnectError
 from kvbaton.segments import Segments
 from kvbaton_cuda_ipc.driver import Cuda
-from kvbaton_cuda_ipc.mapping import Mapping as Mapped
-from kvbaton_cuda_ipc.mapping import Offer, offer, unreachable
-from kvbaton_cuda_ipc.mover import Mover, Table
+from kvbaton_cuda_ipc.mapping import Mapping, Offer, offer, unreachable
+from kvbaton_cuda_ipc.mover import Mover
+from kvbaton_cuda_ipc.runs import NOWHERE, AddressBook, Table
 
 
 class RawKernel:
@@ -33,10 +32,11 @@ class RawKernel:
         self._device = regions[0].device
         cuda.enter(self._device)
         self._offer = offer(cuda, regions)
-        self._here = {region.id: region.address for region in regions}
-        self._mapped: Mapped | None = None
+        self._here = AddressBook({region.id: region.address for region in regions})
+        self._mapped: Mapping | None = None
         self._theirs: Offer | None = None
         self._launches: list[Table] = []
+        self._origins = NOWHERE
 
     def address(self) -> bytes:
         return self._offer.encode()
@@ -50,13 +50,14 @@ class RawKernel:
             reason = unreachable(self._cuda, self._theirs, self._device, "the target")
             if reason:
                 raise ConnectError(reason)
-            self._mapped = Mapped(self._cuda, self._theirs, "the target")
+            self._mapped = Mapping(self._cuda, self._theirs, "the target")
             self._mover = self._make()
-        there = self._mapped.addresses
-        self._launches = [
-            np.stack((_addresses(self._here, reads), _addresses(there, writes), reads.length.astype(np.int64)))
-            for reads, writes in chunks
-        ]
+        here, there = self._here, AddressBook(self._mapped.addresses)
+        self._origins = here.origin, there.origin
+        self._launches = [np.stack((reads.offset, writes.offset, reads.length)) for reads, writes in chunks]
+        for runs, (reads, writes) in zip(self._launches, chunks, strict=True):
+            here.locate([reads], runs[0])
+            there.locate([writes], runs[1])
 
     def prepare_target(self, writes: Sequence[Segments]) -> None:
         """One-sided: the source says where."""
@@ -66,7 +67,7 @@ class RawKernel:
 
     def move(self) -> None:
         assert self._mover is not None, "prepare_source() comes first"
-        events = [self._mover.start(launch) for launch in self._launches]
+        events = [self._mover.start(runs, origins=self._origins) for runs in self._launches]
         for event in events:
             while not event.query():
                 pass
@@ -81,10 +82,3 @@ class RawKernel:
         if self._mapped is not None:
             self._mapped.close()
         self._mover = self._mapped = None
-
-
-def _addresses(begins: Mapping[int, int], segments: Segments) -> npt.NDArray[np.int64]:
-    """Where each segment begins, with regions that begin so."""
-    ids = np.array(sorted(begins), np.int64)
-    bases = np.array([begins[id] for id in ids.tolist()], np.int64)
-    return segments.offset + bases[np.searchsorted(ids, segments.region)]

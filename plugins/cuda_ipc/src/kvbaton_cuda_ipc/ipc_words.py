@@ -103,7 +103,7 @@ def count(chunks: Iterable[Chunks]) -> int:
     return sum([len(some.sequences) for some in chunks])
 
 
-def named(keys: Iterable[Key]) -> tuple[Chunks, ...]:
+def _chunks(keys: Iterable[Key]) -> tuple[Chunks, ...]:
     """Those of one transfer that follow each other, together."""
     return tuple(
         [
@@ -115,7 +115,7 @@ def named(keys: Iterable[Key]) -> tuple[Chunks, ...]:
 
 def written(keys: Sequence[Key]) -> list[Written]:
     """In as few words as name them all."""
-    return [Written(named(keys[start : start + MAX_NAMED])) for start in range(0, len(keys), MAX_NAMED)]
+    return [Written(_chunks(keys[start : start + MAX_NAMED])) for start in range(0, len(keys), MAX_NAMED)]
 
 
 def begun(launches: Iterable[tuple[int, int, Sequence[Key]]]) -> list[Begun]:
@@ -129,7 +129,7 @@ def begun(launches: Iterable[tuple[int, int, Sequence[Key]]]) -> list[Begun]:
             if len(some) > left:
                 words.append(Begun(tuple(together)))
                 together, left = [], MAX_NAMED
-            together.append(Launch(lane, number, named(some)))
+            together.append(Launch(lane, number, _chunks(some)))
             left -= len(some)
     if together:
         words.append(Begun(tuple(together)))

@@ -77,10 +77,8 @@ class Launch:
         self._cuda = cuda
         self._arguments = _Arguments()
 
-    def __call__(self, plan: scatter.Plan, table: Any, stream: int, address: int | None = None) -> None:
+    def __call__(self, plan: scatter.Plan, _table: Any, stream: int, address: int) -> None:
         mine = self._arguments
-        if address is None:
-            address = table.data_ptr()
         _ARGUMENTS.pack_into(
             mine.values, 0, address, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, *plan.origins, 0, 0
         )
@@ -92,7 +90,7 @@ class Kernels:
 
     def __init__(self, cuda: Driver) -> None:
         self._cuda = cuda
-        self._launches: dict[int, Callable[[scatter.Plan, Any, int, int | None], None]] = {}
+        self._launches: dict[int, Callable[[scatter.Plan, Any, int, int], None]] = {}
         #: Why Triton's launcher is used; empty where the driver is.
         self.indirect = ""
 
@@ -121,7 +119,7 @@ class Kernels:
                 )
             try:
                 direct = Launch(self._cuda, compiled)
-                proof.by(functools.partial(direct, stream=stream))
+                proof.by(functools.partial(direct, stream=stream, address=proof.address))
                 if not proof.holds():
                     raise Unsuitable(f"a tile of {rows} rows was not moved")
                 self._launches[rows] = direct
@@ -129,15 +127,15 @@ class Kernels:
                 self.indirect = str(error)
                 self._launches[rows] = _by_triton
 
-    def run(self, plan: scatter.Plan, table: Any, stream: int, address: int | None = None) -> None:
+    def run(self, plan: scatter.Plan, table: Any, stream: int, address: int) -> None:
         """On the stream with this handle, of the device that the kernel was compiled for, which is current.  ``table``:
         a tensor that holds the plan's at its beginning, in that device's memory or pinned in the host's, until the
-        launch is over; ``address``: where, if it is known (to ask a tensor costs 5 microseconds where nobody has for a
-        while)."""
+        launch is over; ``address``: the tensor's ``data_ptr()``, which costs 5 microseconds where nobody has asked for
+        a while."""
         self._launches[plan.tile_rows](plan, table, stream, address)
 
 
-def _by_triton(plan: scatter.Plan, table: Any, stream: int, _address: int | None) -> None:
+def _by_triton(plan: scatter.Plan, table: Any, stream: int, _address: int) -> None:
     import torch
 
     with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
@@ -180,6 +178,8 @@ class Proof:
         assert self._plan.tile_rows == rows
         table = torch.from_numpy(self._plan.table)
         self._table = table.pin_memory() if self._target.is_cuda else table  # where a mover's are, too
+        #: The table's.
+        self.address: int = self._table.data_ptr()
 
     def by(self, run: Callable[[scatter.Plan, Any], Any]) -> Any:
         """Let a launch move them, into a target that holds nothing of them; what it returns."""

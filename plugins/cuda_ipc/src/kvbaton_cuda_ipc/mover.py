@@ -25,13 +25,9 @@ from kvbaton.connector import DeviceEvent
 from kvbaton.errors import TransportError
 from kvbaton_cuda_ipc.counters import Counters, Where
 from kvbaton_cuda_ipc.driver import Driver, DriverError
+from kvbaton_cuda_ipc.runs import NOWHERE, Origins, Table
 
 _log = logging.getLogger(__name__)
-
-#: Three rows: where sources and targets begin, in bytes from the origin of each, and lengths in bytes.
-Table = npt.NDArray[np.int64]
-#: Addresses that the first two rows are told from.
-Origins = tuple[int, int]
 
 #: Lanes of a connector.
 LANES = 2
@@ -72,20 +68,19 @@ class Mover(Protocol):
     """
 
     def room(self, rows: int) -> Table:
-        """Where the runs of the next :meth:`start` are best written, int64 ``[3, rows]``, C-contiguous: the device
-        reads them there.  The caller's until then, or until the next ``room``."""
+        """Where the runs of the next :meth:`start` are best written, C-contiguous: the device reads them there.  The
+        caller's until then, or until the next ``room``."""
 
     @property
     def counters(self) -> Where | None:
         """Where other processes of this host find how far the lanes have come, ``None`` where nothing is counted."""
 
     def start(
-        self, runs: Table, nbytes: int | None = None, longest: int | None = None, origins: Origins = (0, 0)
+        self, runs: Table, nbytes: int | None = None, longest: int | None = None, origins: Origins = NOWHERE
     ) -> Started:
-        """Begin to copy from each place of the first row to the one at its index of the second so many bytes as the
-        third says.  Never waits.  ``runs``, int64 ``[3, count]``: what :meth:`room` gave, or anything else, which is
-        the caller's again afterwards; places are in bytes from their ``origins``.  ``nbytes``: of all of them;
-        ``longest``: the greatest length; where they are known.
+        """Begin to copy every run.  Never waits.  ``runs``: what :meth:`room` gave, or anything else, which is the
+        caller's again afterwards; ``origins``: theirs.  ``nbytes``: of all of them; ``longest``: the greatest length;
+        where they are known.
 
         Until the event says that it is over, neither side may be touched, nor unmapped.  Raises what the device says
         where nothing was begun or everything that was begun is over; else :class:`Adrift`.
@@ -118,7 +113,8 @@ class _Table:
         self._views: dict[int, Table] = {}
 
     def of(self, rows: int) -> Table:
-        """Its beginning, as a table of so many.  Requests are alike, and a view costs more than to remember it."""
+        """Its beginning, as a table of so many rows.  Requests are alike, and a view costs more than to remember
+        it."""
         runs = self._views.get(rows)
         if runs is None:
             if len(self._views) >= _VIEWS:
@@ -258,7 +254,7 @@ class DeviceMover:
         return table.of(rows)
 
     def start(
-        self, runs: Table, nbytes: int | None = None, longest: int | None = None, origins: Origins = (0, 0)
+        self, runs: Table, nbytes: int | None = None, longest: int | None = None, origins: Origins = NOWHERE
     ) -> Started:
         self._turn = lane = (self._turn + 1) % LANES
         stream = self._streams[lane]
@@ -310,7 +306,6 @@ class DeviceMover:
             mine = self.room(count)
             mine[:] = runs
             runs = mine
-        # in the table that was given last
         launch = self._plan(runs, self._programs, self.room, longest, nbytes, origins)
         table = self._given
         assert table is not None

@@ -1,10 +1,9 @@
 """One launch moves any number of runs of bytes, each from an address to an address.
 
-A *table* names the runs: three columns of 64-bit integers, where the source and the target begin, in bytes from an
-origin each (0, where these are addresses), and the length in bytes.  Whoever makes it (:func:`plan`) cuts what is long
-into pieces, so that no program has more to do than another, and sorts what is aligned to 16 bytes at both ends before
-what is not: the former moves in vectors of 16 bytes, the latter byte by byte.  Of a run whose two ends are equally far
-from alignment only the few bytes before and after go by themselves.
+A *table* names them (:mod:`~kvbaton_cuda_ipc.runs`).  Whoever makes it (:func:`plan`) cuts what is long into pieces, so
+that no program has more to do than another, and sorts what is aligned to 16 bytes at both ends before what is not: the
+former moves in vectors of 16 bytes, the latter byte by byte.  Of a run whose two ends are equally far from alignment
+only the few bytes before and after go by themselves.
 
 A program takes a tile, so many rows and so many bytes of each; tiles for long and for short runs are compiled apart.
 The number of programs is whatever the launch has: each takes every so manieth tile, and reads its rows of the table
@@ -17,20 +16,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import triton
 import triton.language as tl
 
-Column = npt.NDArray[np.int64]
-#: Three rows: where sources and targets begin, in bytes from the origin of each, and lengths in bytes.
-Table = npt.NDArray[np.int64]
-#: Such rows, in one array or each by itself.
-Columns = Table | tuple[Column, ...]
-#: Addresses that sources and targets are told from.
-Origins = tuple[int, int]
-#: Where they are addresses themselves.
-NOWHERE: Origins = (0, 0)
+from kvbaton_cuda_ipc.runs import NOWHERE, Column, Origins, Table
 
+#: Those of a table, in one array or each by itself.
+Columns = Table | tuple[Column, ...]
 #: Bytes of a vector access; what both addresses and the length must be multiples of.
 ALIGNED = 16
 #: Rows of a tile, and 64-bit words of each: all have 32 KiB, which with this many warps keep enough of the memory busy
@@ -64,10 +56,10 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
     narrow_rows: tl.constexpr,
     narrow_bytes: tl.constexpr,
 ):
-    """``table``: three columns of ``rows``; sources and targets are so many bytes from their origins.  The first
-    ``wide`` are aligned; each of them is cut into ``per`` pieces of ``piece`` bytes, the last one maybe shorter or
-    empty.  Where tiles have several rows, none of these is cut, and ``piece`` is the longest; where they have one,
-    ``wide`` is not 0.  None of the others has more than ``narrow`` bytes.
+    """``table`` has ``rows`` rows.  The first ``wide`` are aligned; each of them is cut into ``per`` pieces of
+    ``piece`` bytes, the last one maybe shorter or empty.  Where tiles have several rows, none of these is cut, and
+    ``piece`` is the longest; where they have one, ``wide`` is not 0.  None of the others has more than ``narrow``
+    bytes.  The type of origins is said, for what is below 2**31 would come in 32 bits.
 
     The first pieces of all runs come first, then the second ones: programs that run at the same time read different
     rows, because reads of one line of the host's memory wait for each other, a microsecond each.
@@ -135,11 +127,11 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
 
 
 class Plan(NamedTuple):
-    """What one launch does: ``table``, int64 ``[3, rows]``, and how the kernel has to read it.
+    """What one launch does: ``table``, and how the kernel has to read it.
 
     The first ``wide`` rows are aligned, and each is moved in ``per`` pieces of at most ``piece`` bytes by tiles of
     ``tile_rows`` rows.  None of the others has more than ``narrow`` bytes.  ``programs``: how many the launch should
-    have; ``nbytes``: what it moves; ``origins``: of sources and of targets.
+    have; ``nbytes``: what it moves; ``origins``: of the table.
     """
 
     table: Table
@@ -169,14 +161,13 @@ def plan(
     nbytes: int | None = None,
     origins: Origins = NOWHERE,
 ) -> Plan:
-    """A launch that copies from each place of the first row to the one at its index of the second so many bytes as the
-    third says.
+    """A launch that copies every run of a table.
 
-    ``runs``: int64 ``[3, count]``, places in bytes from their ``origins``; where they can be moved as they are, they
-    are the plan's table.  ``programs``: how many there may be at most.  ``room``: where another table of so many rows
-    can be written, int64 ``[3, rows]``; what ``runs`` are in is not needed once it is asked.  ``longest``, ``nbytes``:
-    the greatest length and the sum of all, where they are known.  Lengths are positive, target ranges do not overlap,
-    and there is at least one.  Nothing here depends on what the addresses mean.
+    ``runs``: where they can be moved as they are, they are the plan's table.  ``programs``: how many there may be at
+    most.  ``room``: where another table of so many rows can be written; what ``runs`` are in is not needed once it is
+    asked.  ``longest``, ``nbytes``: the greatest length and the sum of all, where they are known.  ``origins``: of
+    ``runs``.  Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here depends on
+    what the addresses mean.
     """
     if nbytes is None:
         nbytes = int(np.add.reduce(runs[2]))

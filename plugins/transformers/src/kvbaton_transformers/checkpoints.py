@@ -91,7 +91,7 @@ def prepare(source: str) -> None:
     Raises :class:`~kvbaton.errors.ModelNotFound` (no such path or name, or a package to install),
     :class:`~kvbaton.errors.UnsupportedModel`, or :class:`~kvbaton.errors.ModelError` (not a checkpoint, or damaged).
     """
-    place = _locate(source)
+    place = _place(sources.checkpoint(source))
     support.check(place.config(), source)
     place.prepare()
 
@@ -106,7 +106,7 @@ def load(
     """
     if dtype not in DTYPES:
         raise ModelError(f'dtype "{dtype}" is not one of {", ".join(DTYPES)}.{closest(dtype, DTYPES)}', dtype=dtype)
-    place, device = _locate(source), torch.device(device)
+    place, device = _place(sources.checkpoint(source)), torch.device(device)
     config = place.config()
     support.check(config, source)
     place.prepare()
@@ -130,7 +130,7 @@ _ATTENTION = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key
 
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of ``source``; errors as for :func:`prepare`.  Random models read and write plain bytes."""
-    return _locate(source).tokenizer()
+    return _place(sources.find(source)).tokenizer()
 
 
 class ByteTokenizer:
@@ -187,8 +187,8 @@ class _Place(Protocol):
     def digest(self, device: torch.device) -> str: ...
 
 
-def _locate(source: str) -> _Place:
-    match sources.find(source):
+def _place(found: sources.Source) -> _Place:
+    match found:
         case sources.Tiny(name):
             return _Random(_TINY[name](), 0)
         case sources.Configuration(path, seed):
@@ -204,20 +204,13 @@ class _Folder:
         self._path, self._digest = path, digest
 
     def config(self) -> PretrainedConfig:
-        if not (self._path / "config.json").is_file():
-            raise ModelError(f"{self._path} is not a checkpoint: it has no config.json", source=str(self._path))
         return _read_config(self._path)
 
     def _weights(self) -> list[Path]:
         return sorted(self._path.glob("*.safetensors"))
 
     def prepare(self) -> None:
-        if not self._weights():
-            raise ModelError(
-                f"{self._path} is not a checkpoint: it has no *.safetensors. Weights in other formats (*.bin, *.pth)"
-                " are not loaded; convert them to safetensors first.",
-                source=str(self._path),
-            )
+        """It is as it should be."""
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         with _quiet(), _mapped(self._path):

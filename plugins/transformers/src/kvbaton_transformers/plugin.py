@@ -112,7 +112,7 @@ class TransformersPlugin:
         a transformers that is too old.
         """
         _recent_enough()
-        sources.find(model)  # what is not there is said before seconds have gone into imports
+        sources.checkpoint(model)  # what is not there is said before seconds have gone into imports
         from kvbaton_transformers import checkpoints
 
         self._device(options, None if options.device == "auto" else 0)
