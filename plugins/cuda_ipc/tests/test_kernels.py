@@ -119,6 +119,28 @@ def test_the_driver_is_handed_the_kernels_arguments(beside):
     assert values == [base, plan.rows, plan.wide, plan.per, plan.piece, plan.narrow, base, 2 * base, 0, 0]
 
 
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize(("rows", "words"), scatter.TILES)
+def test_what_triton_compiles_takes_what_the_driver_is_handed(rows, words, monkeypatch, tmp_path):
+    """For a device that need not be here; else each launch costs more, and nothing but a line in a log says so."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    about = scatter.plan(np.array([[1 << 40], [1 << 41], [16]]), 1)
+    order = [parameter.name for parameter in scatter._scatter.params]
+    values = dict(zip(order, scatter.arguments(about._replace(tile_rows=rows), None), strict=True))
+    constants = {one.name: values[one.name] for one in scatter._scatter.params if one.is_constexpr}
+    kinds = {one.name: one.annotation_type or "i32" for one in scatter._scatter.params}
+    signature = {**kinds, "table": "*i64", **dict.fromkeys(constants, "constexpr")}
+    made = triton.compile(
+        ASTSource(scatter._scatter, signature, constants), GPUTarget("cuda", 90, 32), dict(scatter.OPTIONS)
+    )
+    assert constants["tile_words"] == words
+    Launch(Recorder(), SimpleNamespace(asm=made.asm, metadata=made.metadata, function=1))
+
+
 @pytest.mark.clause("T3", "T11")
 def test_launches_of_two_threads_do_not_mix():
     """Two connectors of a process share what was compiled, and other threads run while the driver reads."""

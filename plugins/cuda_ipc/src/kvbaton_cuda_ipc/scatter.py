@@ -29,6 +29,8 @@ ALIGNED = 16
 #: that one program for each multiprocessor reaches its rate.
 TILES = ((1, 4096), (2, 2048), (8, 512), (32, 128))
 _WARPS = 16
+#: How it is compiled.  No number here has a fraction, but unless it is said Triton 3.9 warns of what it fuses of those.
+OPTIONS = {"num_warps": _WARPS, "enable_fp_fusion": True}
 #: A long run is cut into pieces of at least and at most this many bytes, powers of two.
 MIN_PIECE, MAX_PIECE = 1 << 14, 1 << 18
 #: What is not aligned is cut into pieces of this many bytes.
@@ -253,4 +255,4 @@ def arguments(plan: Plan, table: Any) -> tuple[Any, ...]:
 
 def launch(plan: Plan, table: Any) -> Any:
     """On the current stream, by way of Triton's compiler.  Returns what it compiled, or had."""
-    return _scatter[(plan.programs,)](*arguments(plan, table), num_warps=_WARPS)
+    return _scatter[(plan.programs,)](*arguments(plan, table), **OPTIONS)
