@@ -93,6 +93,22 @@ def test_what_others_make_and_hold_is_theirs(names):
 
 
 @pytest.mark.clause("T10")
+def test_other_programs_are_looked_into_only_where_that_decides(names, monkeypatch):
+    """A machine has hundreds, and what is held is asked after every test."""
+    asked = []
+    monkeypatch.setattr(shared_memory, "_held", lambda pid, held=shared_memory._held: asked.append(pid) or held(pid))
+    before = holdings()
+    program = elsewhere(f"f = open({str(names[0])!r}, 'wb')")
+    assert not left(before)
+    ours = shared_memory._tree([os.getpid()])
+    assert set(asked) <= ours
+    names[1].write_bytes(bytes(8))  # this run's, unless somebody else holds it
+    assert left(before) == [str(names[1])]
+    assert set(asked) - ours
+    end(program)
+
+
+@pytest.mark.clause("T10")
 def test_what_is_handed_to_another_program_is_not_left_here(names):
     """While the other end of a connection still holds it, that one has it to remove."""
     before = holdings()

@@ -148,8 +148,9 @@ class ByteInspector:
     def _fill(self, id: int, high: bool) -> None:
         view = window(self._regions[id])
         generator = np.random.default_rng((self._seed, id, high))
-        pattern = generator.integers(128, size=view.size, dtype=np.uint8)
-        view[:] = pattern | 128 if high else pattern
+        # eight bytes at a time: drawn one by one they take 25 times as long, and regions are filled for every test
+        pattern = generator.integers(1 << 64, size=-(-view.size // 8), dtype=np.uint64).view(np.uint8)[: view.size]
+        view[:] = pattern | 128 if high else pattern & 127
 
 
 def _runs(differs: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -122,19 +122,21 @@ def of_this_run(names: Iterable[str], processes: Iterable[int]) -> list[str]:
     if not (waiting := set(names)):
         return []
     family, known, segments = _tree([os.getpid(), *processes]), evidence().names(), _segments()
-    mine: set[str] = set()
-    theirs: set[str] = set()
-    for pid in _numbers("/proc"):
-        (mine if pid in family else theirs).update(waiting & _held(pid))
-    return sorted(
-        name for name in waiting
+    mine = waiting & {name for pid in family for name in _held(pid)}
+    # one that another live end has attached goes with that end
+    found = {name for name in waiting if name in segments and name in mine}
+    unless_held = {
+        name for name in waiting - found
         if (
-            # one that another live end has attached goes with that end
-            name in mine or (name not in theirs and (segments[name] in family or f"pid {segments[name]}" in known))
+            segments[name] in family or f"pid {segments[name]}" in known
             if name in segments
-            else name not in theirs and (name in mine or name in known) and Path(name).exists()
+            else (name in mine or name in known) and Path(name).exists()
         )
-    )  # fmt: skip
+    }  # fmt: skip
+    if unless_held:  # what others hold is asked of every process there is: only where it decides
+        theirs = {name for pid in _numbers("/proc") if pid not in family for name in _held(pid)}
+        found |= unless_held - theirs
+    return sorted(found)
 
 
 def _segments() -> dict[str, int]:
@@ -151,7 +153,9 @@ def _held(pid: int) -> set[str]:
     """Objects that a process has mapped or open."""
     found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        # most hold none, among hundreds of lines
+        for line in maps.splitlines() if _FOLDER in maps or "/SYSV" in maps else ():
             if _FOLDER in line:
                 found.add(_FOLDER + line.split(_FOLDER, 1)[1])
             elif "/SYSV" in line:

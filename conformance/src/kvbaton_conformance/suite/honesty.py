@@ -211,10 +211,12 @@ class Honesty(ConnectorTopic):
         size -= size % ends.subject.capabilities.alignment
         pair = ends.pair(regions={0: size // ends.subject.capabilities.alignment})
         whole = Segments([0], [0], [size])
-        took = []
-        for _ in range(3):
+        submit = copy = float("inf")
+        # What is interrupted takes longer: three looks for a fair copy, and more where no submit was left in peace.
+        for look in range(10):
             transfer = pair.grant(whole)
-            took.append(pair.source.apply(_time_submit, transfer, pair.target.peer, size))
+            submitted, copied = pair.source.apply(_time_submit, transfer, pair.target.peer, size)
+            submit, copy = min(submit, submitted), min(copy, copied)
             pair.pump_until(
                 lambda transfer=transfer: (
                     any(c.transfer == transfer for c in pair.source.completions)  # type: ignore[misc]
@@ -223,9 +225,10 @@ class Honesty(ConnectorTopic):
                 "T5: a chunk of 32 MiB is received and done",
             )
             pair.finish(transfer)
-        submit, copy = min(one for one, _ in took), min(two for _, two in took)
+            if look >= 2 and (submit < copy / 2 or submit < 0.001):
+                return
         require(
-            submit < copy / 2 or submit < 0.001, "T13", "submit() copies, and copies_in_submit is not declared",
+            False, "T13", "submit() copies, and copies_in_submit is not declared",
             expected=f"much less than {copy * 1000:.1f} ms", seen=f"{submit * 1000:.1f} ms",
         )  # fmt: skip
 
