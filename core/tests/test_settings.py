@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -369,3 +371,10 @@ def test_a_default_is_the_one_of_the_parameter_that_it_becomes(key, function, pa
 
 def test_the_schema_is_json():
     assert "transfer" in json.loads(json.dumps(Settings.model_json_schema()))["properties"]
+
+
+def test_a_stage_does_not_import_what_reads_variables():
+    """It is told its settings, and pays for each import at each start."""
+    code = "import sys, kvbaton.plugins; print('pydantic_settings' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

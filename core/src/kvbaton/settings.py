@@ -30,8 +30,6 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
-from pydantic_settings import SettingsError as _ForeignSettingsError
 
 from kvbaton.bounds import MAX_MESSAGE_BYTES, Deadlines, GuardLimits, Limits, Recovery
 from kvbaton.byte_size import Bytes
@@ -104,7 +102,8 @@ ListenAddress = Annotated[str, AfterValidator(_listen)]
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    # Descriptions stand in the fields: to find docstrings, pydantic parses this file once per class, at every start.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 # -- the settings ------------------------------------------------------------------------------------------------------
@@ -113,34 +112,44 @@ class _Group(BaseModel):
 class EngineSettings(_Group):
     """Which inference engine runs in the stages."""
 
-    name: str = Field(default="transformers", min_length=1)
-    """The engine: a name of `kvbaton plugins`, or `module:object`."""
-    options: Options = {}
-    """The engine's own options; `kvbaton plugins --json` lists them for each engine."""
+    name: str = Field(
+        default="transformers", min_length=1, description="The engine: a name of `kvbaton plugins`, or `module:object`."
+    )
+    options: Options = Field(
+        default={}, description="The engine's own options; `kvbaton plugins --json` lists them for each engine."
+    )
 
 
 class TransportSettings(_Group):
     """Which transport carries the KV cache."""
 
-    name: str = Field(default="auto", min_length=1)
-    """The transport: a name of `kvbaton plugins`, `module:object`, or `auto` for the best one that is usable here."""
-    options: Options = {}
-    """The transport's own options; `kvbaton plugins --json` lists them for each transport."""
+    name: str = Field(
+        default="auto",
+        min_length=1,
+        description="The transport: a name of `kvbaton plugins`, `module:object`, or `auto` for the best one that"
+        " is usable here.",
+    )
+    options: Options = Field(
+        default={}, description="The transport's own options; `kvbaton plugins --json` lists them for each transport."
+    )
 
 
 class StagesSettings(_Group):
     """How many stages there are and where they run."""
 
-    prefill: Count = 1
-    """Number of prefill stages."""
-    decode: Count = 1
-    """Number of decode stages."""
-    launch: Literal["auto", "inproc", "process", "remote"] = "auto"
-    """`inproc`: every stage is a thread of this process. `process`: every stage is a process of its own. `remote`:
-    every stage is started by `kvbaton stage`, on any host, and joins over TCP. `auto`: `inproc` where the transport
-    reaches only within one process, else `process`."""
-    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_devices)] = None
-    """CUDA device number of each stage, prefill stages first, such as `0,1`. Unset: the KV stays in host memory."""
+    prefill: Count = Field(default=1, description="Number of prefill stages.")
+    decode: Count = Field(default=1, description="Number of decode stages.")
+    launch: Literal["auto", "inproc", "process", "remote"] = Field(
+        default="auto",
+        description="`inproc`: every stage is a thread of this process. `process`: every stage is a process of its"
+        " own. `remote`: every stage is started by `kvbaton stage`, on any host, and joins over TCP. `auto`:"
+        " `inproc` where the transport reaches only within one process, else `process`.",
+    )
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(_devices)] = Field(
+        default=None,
+        description="CUDA device number of each stage, prefill stages first, such as `0,1`. Unset: the KV stays in"
+        " host memory.",
+    )
 
     @model_validator(mode="after")
     def _one_device_each(self) -> StagesSettings:
@@ -157,16 +166,27 @@ class StagesSettings(_Group):
 class TransferSettings(_Group):
     """How the KV of a request is cut into chunks, and how much may be under way."""
 
-    chunk_bytes: Bytes = ByteSize(64 * MiB)
-    """Largest chunk. Smaller chunks overlap better with the computation, larger ones cost less each."""
-    chunk_segments: Count = 65536
-    """Most contiguous runs of memory in one chunk. The transport's own limit holds as well."""
-    inflight_bytes: Bytes = ByteSize(_GUARD.inflight_bytes)
-    """Bytes that a stage may have handed to its transport and not seen completed."""
-    inflight_segments: Count = _GUARD.inflight_segments
-    """Segments that a stage may have handed to its transport and not seen completed."""
-    unreceipted_chunks: Count = _GUARD.unreceipted_chunks
-    """Chunks that one peer has not yet shown to have received; beyond that, this peer waits and others go on."""
+    chunk_bytes: Bytes = Field(
+        default=ByteSize(64 * MiB),
+        description="Largest chunk. Smaller chunks overlap better with the computation, larger ones cost less each.",
+    )
+    chunk_segments: Count = Field(
+        default=65536,
+        description="Most contiguous runs of memory in one chunk. The transport's own limit holds as well.",
+    )
+    inflight_bytes: Bytes = Field(
+        default=ByteSize(_GUARD.inflight_bytes),
+        description="Bytes that a stage may have handed to its transport and not seen completed.",
+    )
+    inflight_segments: Count = Field(
+        default=_GUARD.inflight_segments,
+        description="Segments that a stage may have handed to its transport and not seen completed.",
+    )
+    unreceipted_chunks: Count = Field(
+        default=_GUARD.unreceipted_chunks,
+        description="Chunks that one peer has not yet shown to have received; beyond that, this peer waits and"
+        " others go on.",
+    )
 
     @model_validator(mode="after")
     def _a_chunk_fits(self) -> TransferSettings:
@@ -185,88 +205,137 @@ class TransferSettings(_Group):
 class LimitsSettings(_Group):
     """Bounds on what may pile up."""
 
-    waiting: Count = _QUEUE.waiting
-    """Requests that may wait for admission; one more is refused."""
-    passes: Annotated[int, Field(ge=0)] = _QUEUE.passes
-    """How often smaller requests may be admitted past a waiting larger one (C2.6)."""
-    retries: Annotated[int, Field(ge=0)] = _QUEUE.retries
-    """How often a request whose reservation a stage refused waits again, with its age, before it fails (C2.6)."""
-    quarantine_bytes: Bytes = ByteSize(_GUARD.quarantine_bytes)
-    """Memory of a stage that may be held because nobody can prove it quiet; beyond that the stage stops (T8)."""
+    waiting: Count = Field(
+        default=_QUEUE.waiting, description="Requests that may wait for admission; one more is refused."
+    )
+    passes: Annotated[int, Field(ge=0)] = Field(
+        default=_QUEUE.passes,
+        description="How often smaller requests may be admitted past a waiting larger one (C2.6).",
+    )
+    retries: Annotated[int, Field(ge=0)] = Field(
+        default=_QUEUE.retries,
+        description="How often a request whose reservation a stage refused waits again, with its age, before it"
+        " fails (C2.6).",
+    )
+    quarantine_bytes: Bytes = Field(
+        default=ByteSize(_GUARD.quarantine_bytes),
+        description="Memory of a stage that may be held because nobody can prove it quiet; beyond that the stage"
+        " stops (T8).",
+    )
 
 
 class RoutingSettings(_Group):
     """Which pair of stages a request gets."""
 
-    policy: Literal["least-loaded", "prefix-aware"] = "least-loaded"
-    """`least-loaded`: the pair with the least load. `prefix-aware`: among pairs within `imbalance` the one that holds
-    most of the prompt's beginning: D need not be sent it, P need not compute it. A policy of your own is a hook,
-    `kvbaton_choose_pair`, and is asked before either."""
-    imbalance: Annotated[float, Field(ge=0, le=2)] = 0.5
-    """`prefix-aware`: by how much the load of the chosen pair may exceed the least there is, as the share of a stage's
-    capacity, prefill and decode stage added up; 0: only equals are told apart."""
-    entries: Count = 65536
-    """`prefix-aware`: marks of prompts remembered for each stage, the longest unused being forgotten first. A prompt's
-    first 64 blocks are a mark each, from there on every 16th block is."""
+    policy: Literal["least-loaded", "prefix-aware"] = Field(
+        default="least-loaded",
+        description="`least-loaded`: the pair with the least load. `prefix-aware`: among pairs within `imbalance`"
+        " the one that holds most of the prompt's beginning: D need not be sent it, P need not compute it. A policy"
+        " of your own is a hook, `kvbaton_choose_pair`, and is asked before either.",
+    )
+    imbalance: Annotated[float, Field(ge=0, le=2)] = Field(
+        default=0.5,
+        description="`prefix-aware`: by how much the load of the chosen pair may exceed the least there is, as the"
+        " share of a stage's capacity, prefill and decode stage added up; 0: only equals are told apart.",
+    )
+    entries: Count = Field(
+        default=65536,
+        description="`prefix-aware`: marks of prompts remembered for each stage, the longest unused being forgotten"
+        " first. A prompt's first 64 blocks are a mark each, from there on every 16th block is.",
+    )
 
 
 class RecoverySettings(_Group):
     """What becomes of the service when a stage dies or a connection breaks."""
 
-    mode: Literal["off", "requeue", "recompute"] = "requeue"
-    """`off`: requests of a lost stage fail with the cause, and it stays dead. `requeue`: it is started again, and its
-    requests begin again, except for those of which tokens were delivered. `recompute`: these, too, from their prompt
-    and the delivered tokens: greedy requests go on as they would have, up to the numerics of another batch."""
-    attempts: Annotated[int, Field(ge=0)] = _RECOVERY.attempts
-    """How often one request may begin again before it fails."""
-    restarts: Annotated[int, Field(ge=0)] = _RECOVERY.restarts
-    """How often in a row a stage is started again that has served nothing in between, before it is given up; and for a
-    connection between two living stages over which nothing was served in between, before that is left as it is."""
+    mode: Literal["off", "requeue", "recompute"] = Field(
+        default="requeue",
+        description="`off`: requests of a lost stage fail with the cause, and it stays dead. `requeue`: it is"
+        " started again, and its requests begin again, except for those of which tokens were delivered. `recompute`:"
+        " these, too, from their prompt and the delivered tokens: greedy requests go on as they would have, up to"
+        " the numerics of another batch.",
+    )
+    attempts: Annotated[int, Field(ge=0)] = Field(
+        default=_RECOVERY.attempts, description="How often one request may begin again before it fails."
+    )
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        default=_RECOVERY.restarts,
+        description="How often in a row a stage is started again that has served nothing in between, before it is"
+        " given up; and for a connection between two living stages over which nothing was served in between, before"
+        " that is left as it is.",
+    )
 
 
 class DeadlineSettings(_Group):
     """How long each phase may take, in seconds; who watches it and what happens when it passes (C6.7)."""
 
-    connect: Seconds = 10.0
-    """Connecting two stages. Owner: the stage that connects. Then: the peer is unreachable and start-up fails."""
-    reserve: Seconds = _PHASES.reserve
-    """From Reserve to its answer. Owner: the coordinator. Then: the request fails, the decode stage releases."""
-    prefill_start: Seconds = _PHASES.prefill_start
-    """From Prefill to the first sign of progress, the stage's own queue included. Owner: the coordinator. Then: the
-    request fails and is cancelled on both sides."""
-    prefill_idle: Seconds = _PHASES.prefill_idle
-    """Between two signs of progress of one prefill. Owner: the coordinator. Then: the request fails and is cancelled on
-    both sides."""
-    chunk: Seconds = 30.0
-    """From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails; the chunk's
-    memory is quarantined until its transport or a fence proves it quiet."""
-    receipts: Seconds = _PHASES.receipts
-    """From Commit to Received. Owner: the decode stage, and `deadline.control` later the coordinator. Then: the request
-    fails and says which chunks are missing; the decode stage holds its blocks until no writer is left."""
-    drain: Seconds = _PHASES.drain
-    """From the end of a request to the return of its last credit. Owner: the coordinator. Then: the stage that owes it
-    counts as lost, is killed and joined; where a decode stage hangs that the prefill stage waits for, the former."""
-    step: Seconds = 120.0
-    """One step of an engine, and a stage's silence. Owner: the coordinator, which asks each stage several times within
-    it how it fares. Then: the stage counts as lost, is killed and joined; of its requests, see `recovery`."""
-    control: Seconds = _PHASES.control
-    """One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts as missing; of a
-    stage that was asked because a drain is overdue it is a sign that it hangs."""
-    startup: Seconds = 300.0
-    """From launching the stages to all of them ready, loading the model included. Owner: the runtime. Then: everything
-    is stopped again and start-up fails. Also until a stage that is started again reports: it is then killed, and its
-    start counts as failed; or on another host it is waited for no longer."""
-    shutdown: Seconds = _PHASES.shutdown
-    """From Stop to a stage's exit. Owner: the runtime. Then: the stage is killed and joined."""
+    connect: Seconds = Field(
+        default=10.0,
+        description="Connecting two stages. Owner: the stage that connects. Then: the peer is unreachable and"
+        " start-up fails.",
+    )
+    reserve: Seconds = Field(
+        default=_PHASES.reserve,
+        description="From Reserve to its answer. Owner: the coordinator. Then: the request fails, the decode stage"
+        " releases.",
+    )
+    prefill_start: Seconds = Field(
+        default=_PHASES.prefill_start,
+        description="From Prefill to the first sign of progress, the stage's own queue included. Owner: the"
+        " coordinator. Then: the request fails and is cancelled on both sides.",
+    )
+    prefill_idle: Seconds = Field(
+        default=_PHASES.prefill_idle,
+        description="Between two signs of progress of one prefill. Owner: the coordinator. Then: the request fails"
+        " and is cancelled on both sides.",
+    )
+    chunk: Seconds = Field(
+        default=30.0,
+        description="From submitting a chunk to its completion. Owner: the prefill stage. Then: the request fails;"
+        " the chunk's memory is quarantined until its transport or a fence proves it quiet.",
+    )
+    receipts: Seconds = Field(
+        default=_PHASES.receipts,
+        description="From Commit to Received. Owner: the decode stage, and `deadline.control` later the"
+        " coordinator. Then: the request fails and says which chunks are missing; the decode stage holds its blocks"
+        " until no writer is left.",
+    )
+    drain: Seconds = Field(
+        default=_PHASES.drain,
+        description="From the end of a request to the return of its last credit. Owner: the coordinator. Then: the"
+        " stage that owes it counts as lost, is killed and joined; where a decode stage hangs that the prefill stage"
+        " waits for, the former.",
+    )
+    step: Seconds = Field(
+        default=120.0,
+        description="One step of an engine, and a stage's silence. Owner: the coordinator, which asks each stage"
+        " several times within it how it fares. Then: the stage counts as lost, is killed and joined; of its"
+        " requests, see `recovery`.",
+    )
+    control: Seconds = Field(
+        default=_PHASES.control,
+        description="One generic control call such as statistics. Owner: the caller. Then: that peer's reply counts"
+        " as missing; of a stage that was asked because a drain is overdue it is a sign that it hangs.",
+    )
+    startup: Seconds = Field(
+        default=300.0,
+        description="From launching the stages to all of them ready, loading the model included. Owner: the"
+        " runtime. Then: everything is stopped again and start-up fails. Also until a stage that is started again"
+        " reports: it is then killed, and its start counts as failed; or on another host it is waited for no longer.",
+    )
+    shutdown: Seconds = Field(
+        default=_PHASES.shutdown,
+        description="From Stop to a stage's exit. Owner: the runtime. Then: the stage is killed and joined.",
+    )
 
 
 class PumpSettings(_Group):
     """How a stage's progress thread waits when a transport gives it nothing to wait on."""
 
-    idle_min: Seconds = 50e-6
-    """First pause after a pass that found nothing."""
-    idle_max: Seconds = 500e-6
-    """Longest pause; the pause doubles from `idle_min` up to here."""
+    idle_min: Seconds = Field(default=50e-6, description="First pause after a pass that found nothing.")
+    idle_max: Seconds = Field(
+        default=500e-6, description="Longest pause; the pause doubles from `idle_min` up to here."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> PumpSettings:
@@ -282,20 +351,35 @@ class PumpSettings(_Group):
 class ControlSettings(_Group):
     """The channels between the coordinator and the stages."""
 
-    dir: Path | None = None
-    """Folder for the sockets, private to you (0700). Unset: a fresh temporary folder, removed at the end."""
-    max_message: Bytes = ByteSize(MAX_MESSAGE_BYTES)
-    """Largest control message accepted; a larger one is dropped and counted."""
-    heartbeat: Seconds = 10.0
-    """A stage whose process answers no heartbeat for about so many seconds (stopped, or its host gone) is lost; over
-    TCP also a coordinator."""
-    listen: TcpAddress | None = None
-    """Where the coordinator listens for stages of other hosts: `tcp://0.0.0.0:5555`, or an address of this host."""
-    connect: TcpAddress | None = None
-    """Where `kvbaton stage` finds the coordinator: `tcp://HOST:PORT`. Unset: `listen`, where that names one host."""
-    keys: Path | None = None
-    """Folder with the CURVE keys for TCP, made by `kvbaton keys`: the secret key of whoever runs on this host, and the
-    public keys of those it speaks to."""
+    dir: Path | None = Field(
+        default=None,
+        description="Folder for the sockets, private to you (0700). Unset: a fresh temporary folder, removed at the"
+        " end.",
+    )
+    max_message: Bytes = Field(
+        default=ByteSize(MAX_MESSAGE_BYTES),
+        description="Largest control message accepted; a larger one is dropped and counted.",
+    )
+    heartbeat: Seconds = Field(
+        default=10.0,
+        description="A stage whose process answers no heartbeat for about so many seconds (stopped, or its host"
+        " gone) is lost; over TCP also a coordinator.",
+    )
+    listen: TcpAddress | None = Field(
+        default=None,
+        description="Where the coordinator listens for stages of other hosts: `tcp://0.0.0.0:5555`, or an address"
+        " of this host.",
+    )
+    connect: TcpAddress | None = Field(
+        default=None,
+        description="Where `kvbaton stage` finds the coordinator: `tcp://HOST:PORT`. Unset: `listen`, where that"
+        " names one host.",
+    )
+    keys: Path | None = Field(
+        default=None,
+        description="Folder with the CURVE keys for TCP, made by `kvbaton keys`: the secret key of whoever runs on"
+        " this host, and the public keys of those it speaks to.",
+    )
 
     @property
     def coordinator(self) -> str | None:
@@ -321,94 +405,124 @@ class ControlSettings(_Group):
 class MetricsSettings(_Group):
     """Where Prometheus finds the metrics; needs `pip install 'kvbaton[metrics]'`."""
 
-    listen: ListenAddress | None = None
-    """Where the application serves `/metrics`: `127.0.0.1:9400`, or a port alone, which is then this host's own
-    (loopback); port 0 is any that is free. Another host's name or `0.0.0.0` shows the metrics to whoever reaches it.
-    Unset: nowhere."""
+    listen: ListenAddress | None = Field(
+        default=None,
+        description="Where the application serves `/metrics`: `127.0.0.1:9400`, or a port alone, which is then this"
+        " host's own (loopback); port 0 is any that is free. Another host's name or `0.0.0.0` shows the metrics to"
+        " whoever reaches it. Unset: nowhere.",
+    )
 
 
 class TraceSettings(_Group):
     """Where a run can be looked at afterwards."""
 
-    path: Path | None = None
-    """File that a trace of everything is written to when the runtime closes, for ui.perfetto.dev and for `kvbaton
-    report`. Unset: nothing is noted."""
-    events: Count = 200_000
-    """Events that are kept of each stage, the newest; about 150 bytes each. What was pushed out is told."""
-    otel: bool = False
-    """Whether each request becomes an OpenTelemetry span, with its phases as children. Where they go is OpenTelemetry's
-    own affair: `OTEL_TRACES_EXPORTER` and its kind. Needs `pip install 'kvbaton[otel]'`."""
+    path: Path | None = Field(
+        default=None,
+        description="File that a trace of everything is written to when the runtime closes, for ui.perfetto.dev and"
+        " for `kvbaton report`. Unset: nothing is noted.",
+    )
+    events: Count = Field(
+        default=200_000,
+        description="Events that are kept of each stage, the newest; about 150 bytes each. What was pushed out is"
+        " told.",
+    )
+    otel: bool = Field(
+        default=False,
+        description="Whether each request becomes an OpenTelemetry span, with its phases as children. Where they go"
+        " is OpenTelemetry's own affair: `OTEL_TRACES_EXPORTER` and its kind. Needs `pip install 'kvbaton[otel]'`.",
+    )
 
 
 class ServeSettings(_Group):
     """The HTTP front, `kvbaton serve`."""
 
-    listen: ListenAddress = "127.0.0.1:8000"
-    """Where it listens: `HOST:PORT`. Port 0: one that is free. Beyond this host, set `api_key_file`, and put a proxy
-    with TLS before it."""
-    model_name: Annotated[str, Field(min_length=1)] | None = None
-    """What clients call the model. Unset: as `model` has it."""
-    api_key_file: Path | None = None
-    """File with the API keys that open `/v1`, one per line. Unset: whoever reaches the port may use it."""
-    max_tokens: Count = 256
-    """Most tokens of a chat answer where the request names no limit; less where the prompt leaves less room."""
-    requests: Count = 256
-    """Requests under way at once, waiting ones included; one more is answered 429."""
-    connections: Count = 1024
-    """Connections open at once, idle ones included; a request on one more is answered 503."""
-    max_body: Bytes = ByteSize(4 * MiB)
-    """Largest request body; a larger one is answered 413."""
-    read_timeout: Seconds = 30.0
-    """From a request's headers to the end of its body. Then: it is answered 408."""
-    timeout: Seconds = 600.0
-    """From a request to the end of its answer. Then: it is cancelled, and answered 504 or cut off."""
-    drain: Seconds = 30.0
-    """At shutdown, how long requests under way may take to end by themselves. Then: they are cancelled."""
+    listen: ListenAddress = Field(
+        default="127.0.0.1:8000",
+        description="Where it listens: `HOST:PORT`. Port 0: one that is free. Beyond this host, set `api_key_file`,"
+        " and put a proxy with TLS before it.",
+    )
+    model_name: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="What clients call the model. Unset: as `model` has it."
+    )
+    api_key_file: Path | None = Field(
+        default=None,
+        description="File with the API keys that open `/v1`, one per line. Unset: whoever reaches the port may use it.",
+    )
+    max_tokens: Count = Field(
+        default=256,
+        description="Most tokens of a chat answer where the request names no limit; less where the prompt leaves"
+        " less room.",
+    )
+    requests: Count = Field(
+        default=256, description="Requests under way at once, waiting ones included; one more is answered 429."
+    )
+    connections: Count = Field(
+        default=1024, description="Connections open at once, idle ones included; a request on one more is answered 503."
+    )
+    max_body: Bytes = Field(
+        default=ByteSize(4 * MiB), description="Largest request body; a larger one is answered 413."
+    )
+    read_timeout: Seconds = Field(
+        default=30.0, description="From a request's headers to the end of its body. Then: it is answered 408."
+    )
+    timeout: Seconds = Field(
+        default=600.0,
+        description="From a request to the end of its answer. Then: it is cancelled, and answered 504 or cut off.",
+    )
+    drain: Seconds = Field(
+        default=30.0,
+        description="At shutdown, how long requests under way may take to end by themselves. Then: they are cancelled.",
+    )
 
 
 class LogSettings(_Group):
     """What is logged, and how the command line writes it (to stderr)."""
 
-    level: Literal["debug", "info", "warning", "error"] | None = None
-    """From which level on kvbaton logs, here and in the stages; `debug` has a line for each milestone of each request.
-    Unset: warnings, or what the application has chosen for its loggers."""
-    format: Literal["text", "json"] = "text"
-    """`json`: one object a line, with the ids (`request`, `transfer`, `stage`) as fields of their own."""
+    level: Literal["debug", "info", "warning", "error"] | None = Field(
+        default=None,
+        description="From which level on kvbaton logs, here and in the stages; `debug` has a line for each"
+        " milestone of each request. Unset: warnings, or what the application has chosen for its loggers.",
+    )
+    format: Literal["text", "json"] = Field(
+        default="text",
+        description="`json`: one object a line, with the ids (`request`, `transfer`, `stage`) as fields of their own.",
+    )
 
 
 class Settings(_Group):
     """Everything that a deployment can be told.  Made by :func:`load`."""
 
-    model: str = Field(min_length=1)
-    """The model: a checkpoint folder or file, or a name that the engine knows, such as `smollm2`."""
-    engine: EngineSettings = EngineSettings()
-    """Which inference engine runs in the stages."""
-    transport: TransportSettings = TransportSettings()
-    """Which transport carries the KV cache."""
-    stages: StagesSettings = StagesSettings()
-    """How many stages there are and where they run."""
-    transfer: TransferSettings = TransferSettings()
-    """How the KV of a request is cut into chunks, and how much may be under way."""
-    limits: LimitsSettings = LimitsSettings()
-    """Bounds on what may pile up."""
-    deadline: DeadlineSettings = DeadlineSettings()
-    """How long each phase may take, in seconds."""
-    routing: RoutingSettings = RoutingSettings()
-    """Which pair of stages a request gets."""
-    recovery: RecoverySettings = RecoverySettings()
-    """What becomes of the service when a stage dies."""
-    pump: PumpSettings = PumpSettings()
-    """How a stage's progress thread waits."""
-    control: ControlSettings = ControlSettings()
-    """The channels between the coordinator and the stages."""
-    metrics: MetricsSettings = MetricsSettings()
-    """Where Prometheus finds the metrics."""
-    trace: TraceSettings = TraceSettings()
-    """Where a run can be looked at afterwards."""
-    serve: ServeSettings = ServeSettings()
-    """The HTTP front, `kvbaton serve`."""
-    log: LogSettings = LogSettings()
-    """What is logged, and how the command line writes it."""
+    model: str = Field(
+        min_length=1,
+        description="The model: a checkpoint folder or file, or a name that the engine knows, such as `smollm2`.",
+    )
+    engine: EngineSettings = Field(default=EngineSettings(), description="Which inference engine runs in the stages.")
+    transport: TransportSettings = Field(
+        default=TransportSettings(), description="Which transport carries the KV cache."
+    )
+    stages: StagesSettings = Field(
+        default=StagesSettings(), description="How many stages there are and where they run."
+    )
+    transfer: TransferSettings = Field(
+        default=TransferSettings(),
+        description="How the KV of a request is cut into chunks, and how much may be under way.",
+    )
+    limits: LimitsSettings = Field(default=LimitsSettings(), description="Bounds on what may pile up.")
+    deadline: DeadlineSettings = Field(
+        default=DeadlineSettings(), description="How long each phase may take, in seconds."
+    )
+    routing: RoutingSettings = Field(default=RoutingSettings(), description="Which pair of stages a request gets.")
+    recovery: RecoverySettings = Field(
+        default=RecoverySettings(), description="What becomes of the service when a stage dies."
+    )
+    pump: PumpSettings = Field(default=PumpSettings(), description="How a stage's progress thread waits.")
+    control: ControlSettings = Field(
+        default=ControlSettings(), description="The channels between the coordinator and the stages."
+    )
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="Where Prometheus finds the metrics.")
+    trace: TraceSettings = Field(default=TraceSettings(), description="Where a run can be looked at afterwards.")
+    serve: ServeSettings = Field(default=ServeSettings(), description="The HTTP front, `kvbaton serve`.")
+    log: LogSettings = Field(default=LogSettings(), description="What is logged, and how the command line writes it.")
 
     @model_validator(mode="after")
     def _hosts(self) -> Settings:
@@ -583,12 +697,6 @@ def _dotted(name: str) -> tuple[str, ...]:
     return tuple(part.strip().strip("\"'") for part in name.split("."))
 
 
-class _Environment(BaseSettings, Settings):
-    """What pydantic-settings needs to know in order to read variables; never instantiated."""
-
-    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter=_LEVEL)
-
-
 def _from_environment(env: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
     names = {name.lower(): name for name in env if name.upper().startswith(ENVIRONMENT_PREFIX)}
     if not names:
@@ -597,11 +705,20 @@ def _from_environment(env: Mapping[str, str]) -> dict[tuple[str, ...], _Given]:
         first = lower.removeprefix(ENVIRONMENT_PREFIX.lower()).split(_LEVEL)[0]
         if first not in Settings.model_fields:
             raise _one_underscore(first, name) or _unknown((first,), Origin("environment", name))
-    source = EnvSettingsSource(_Environment)
+    # A stage's process reads no variables, and would pay for the import at each start.
+    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+    from pydantic_settings import SettingsError as ForeignSettingsError
+
+    class Environment(BaseSettings, Settings):
+        """What pydantic-settings needs to know in order to read variables; never instantiated."""
+
+        model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter=_LEVEL)
+
+    source = EnvSettingsSource(Environment)
     source.env_vars = {lower: env[name] for lower, name in names.items()}
     try:
         tree = source()
-    except _ForeignSettingsError as error:
+    except ForeignSettingsError as error:
         field = re.search(r'field "(\w+)"', str(error))
         name = next((n for n in names.values() if field and field[1] in n.lower().split(_LEVEL)[-1]), "")
         where = name or ENVIRONMENT_PREFIX + "..."
