@@ -48,6 +48,9 @@ refuses, half, repeats = Refuses(), Half(), Repeats()
 
 ONE = "-k test_a_chunk_ends_once --conformance-partial"
 
+#: Of pytest's plugins the kit's alone: others that are installed beside it are a third of the start of a run.
+ALONE = ["-p", "no:cacheprovider", "-p", "no:anyio", "-p", "no:hypothesispytest"]
+
 
 @pytest.fixture
 def judge(tmp_path):
@@ -58,7 +61,7 @@ def judge(tmp_path):
         (tmp_path / "test_mine.py").write_text(
             "from parts import *\nfrom kvbaton_conformance import ConnectorConformance\n" + textwrap.dedent(body)
         )
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+        command = [sys.executable, "-m", "pytest", "-q", *ALONE, "--rootdir", str(tmp_path)]
         command += ["-c", "/dev/null", "--conformance-level", "connector", target, *options]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
         return done.returncode, done.stdout + done.stderr
