@@ -126,6 +126,7 @@ def test_an_unknown_or_missing_field_is_refused(number):
         {"type": "Ack", "transfer": 1},
         {"type": "Ack", "transfer": "not an id"},
         {"type": "Ack", "transfer": T.upper()},
+        {"type": "Ack", "transfer": T + "\n"},
         {"type": "Commit", "transfer": T, "count": "3"},
         {"type": "Commit", "transfer": T, "count": 3.0},
         {"type": "Commit", "transfer": T, "count": True},

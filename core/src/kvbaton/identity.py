@@ -20,7 +20,8 @@ RequestKey = NewType("RequestKey", str)
 TransferId = NewType("TransferId", str)
 
 #: What a ``TransferId`` looks like on the wire; a message with anything else is refused while decoding (C9.3).
-WireTransferId = Annotated[TransferId, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+#: (``$`` would let a line feed through behind them.)
+WireTransferId = Annotated[TransferId, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 def new_transfer_id() -> TransferId:

@@ -53,6 +53,9 @@ class End:
         self.receipts += progress.receipts
         self.peers += progress.peers
 
+    def wait(self):
+        self.connector.wait(0.0)
+
     @property
     def ups(self):
         return [event for event in self.peers if event.up]
@@ -251,7 +254,8 @@ def test_a_receipt_does_not_wait_for_the_sources_thread(watched):
 
 
 @pytest.mark.clause("T4", "T12")
-def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_receipts(watched, monkeypatch):
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_receipts(watched, monkeypatch, how):
     """A word costs as much as a copy takes, and at the destination whoever waits for the receipt would pay for it."""
     pair = watched(inflight=14)
     source, target = pair.source, pair.target
@@ -275,8 +279,9 @@ def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_r
     pair.until(lambda: target.receipts)
     assert len(target.receipts) == 14
     assert said == [told]
-    target.poll()
-    assert said == [told, (target, Heard(14))]
+    for _ in range(3):
+        getattr(target, how)()
+        assert said == [told, (target, Heard(14))]
 
 
 @pytest.mark.clause("T3", "T5")
@@ -537,6 +542,73 @@ def test_who_waits_starts_what_is_queued(two):
     assert sum(len(copy.runs) for copy in pair.source.mover.copies) == 2
 
 
+def recorded(pair, monkeypatch):
+    """What the source's mover is given from now on: rows, bytes, the greatest length if it is told, origins."""
+    given, start = [], pair.source.mover.start
+
+    def record(runs, nbytes, longest, origins):
+        given.append((runs.T.tolist(), nbytes, longest, origins))
+        return start(runs, nbytes, longest, origins)
+
+    monkeypatch.setattr(pair.source.mover, "start", record)
+    return given
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize(("here", "there"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_places_are_told_from_where_regions_begin(pairs, monkeypatch, here, there):
+    """As they are where a side has one region, and else as addresses; the regions begin at odd ones."""
+    pair = pairs(patience=0)
+    for end, count in ((pair.source, here), (pair.target, there)):
+        end.arrays = {3 * at - 1: end.memory[1 + 1000 * at :][:999] for at in range(count)}
+        end.connector.register([MemoryRegion.of_array(id, array) for id, array in end.arrays.items()])
+        end.infos = tuple(RegionInfo(id, "cuda", len(array)) for id, array in end.arrays.items())
+    pair.source.memory[:] = np.arange(SIZE) % 131
+    pair.source.connector.connect(pair.target.endpoint(regions=pair.target.infos))
+    pair.target.connector.connect(pair.source.endpoint(regions=pair.source.infos))
+    pair.until(lambda: pair.source.ups and pair.target.ups)
+    given = recorded(pair, monkeypatch)
+    expected = pair.target.memory.copy()
+    for number in range(6):
+        rows = [
+            (
+                (3 * (at % here) - 1, 7 * at + number, 1 + at),
+                (3 * ((at + 1) % there) - 1, 150 * number + 20 * at, 1 + at),
+            )
+            for at in range(4)
+        ]
+        for (id, offset, length), (goal, place, _) in rows:
+            begin = 1 + 1000 * ((goal + 1) // 3) + place
+            expected[begin : begin + length] = pair.source.arrays[id][offset : offset + length]
+        source, target = (Segments.of([row[side] for row in rows]) for side in (0, 1))
+        assert pair.source.connector.submit(Chunk(new_transfer_id(), number, pair.target.peer, source, target, 10))
+        pair.source.poll()
+    pair.until(lambda: len(pair.target.receipts) == 6)
+    assert np.array_equal(pair.target.memory, expected)
+    (link,) = pair.source.connector._links.values()
+    begins = pair.source.arrays[-1].ctypes.data, link.mapping.addresses[-1]
+    for side, count in enumerate((here, there)):
+        assert {origins[side] for *_, origins in given} == {begins[side] if count == 1 else 0}
+        if count == 1:
+            assert [rows[0][side] for rows, *_ in given] == [(1, 150)[side] * number for number in range(6)]
+
+
+@pytest.mark.clause("T3", "C3.2")
+def test_the_greatest_length_is_told_where_all_are_alike_and_only_there(pairs, monkeypatch):
+    """Also of chunks whose lengths are in all what so many of the first one's were: the kernel would cut them short."""
+    pair = pairs(patience=0).connect()
+    given = recorded(pair, monkeypatch)
+    place = iter(range(0, SIZE, 128))
+    for lengths in ([[64], [64, 64]], [[64], [16, 112]], [[16, 112], [64]], [[64], [16]]):
+        for number, some in enumerate(lengths):
+            rows = Segments.of([(0, next(place), length) for length in some])
+            chunk = Chunk(new_transfer_id(), number, pair.target.peer, rows, rows, sum(some))
+            assert pair.source.connector.submit(chunk)
+        pair.source.poll()
+    assert [(nbytes, longest) for _, nbytes, longest, _ in given] == [(192, 64), (192, None), (192, None), (80, None)]
+    pair.until(lambda: len(pair.target.receipts) == 8)
+
+
 @pytest.mark.clause("T5")
 def test_a_group_is_bounded(two, monkeypatch):
     monkeypatch.setattr(ipc, "GROUP_ROWS", 2)
@@ -614,6 +686,38 @@ def test_a_copy_that_is_not_started_is_a_failed_chunk_that_is_quiet(two):
     assert "no such kernel" in str(completion.error)
 
 
+@pytest.mark.clause("T5", "T11")
+def test_a_context_that_cannot_be_entered_fails_what_was_queued(two, monkeypatch):
+    """Another thread has taken over, and what it submits is started at once: nothing that was accepted is lost."""
+    pair = two().connect()
+    source = pair.source
+
+    def fail(device):
+        raise DriverError("cuCtxSetCurrent: CUDA_ERROR_CONTEXT_IS_DESTROYED")
+
+    source.connector._thread = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(source.cuda, "enter", fail)
+        several(pair, 3)
+    assert source.connector.outstanding() == 3
+    source.poll()
+    assert [(one.sequence, one.outcome, one.terminal) for one in source.completions] == [
+        (number, Outcome.FAILED, True) for number in range(3)
+    ]
+    assert "CONTEXT_IS_DESTROYED" in str(source.completions[0].error)
+    assert not source.mover.copies
+
+
+@pytest.mark.clause("T7")
+def test_who_waits_is_not_kept_from_what_is_to_be_told(two):
+    """A call has found it, and the next poll reports it."""
+    pair = two().connect()
+    pair.source.connector.fenced(pair.target.peer)
+    began = time.monotonic()
+    pair.source.connector.wait(20.0)
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.clause("T5", "C6.1")
 def test_a_device_that_says_nothing_any_more_makes_nothing_quiet(two):
     """Neither a start that it has half done, nor what was under way, nor the link."""
@@ -654,9 +758,12 @@ def test_what_was_being_started_when_its_thread_was_interrupted_is_not_quiet(two
     (failed,) = source.completions
     assert (failed.outcome, failed.source_quiet, failed.target_quiet) == (Outcome.FAILED, False, False)
     source.connector.disconnect(pair.target.peer)
-    for _ in range(10):
+    pair.target.connector.disconnect(source.peer)
+    for _ in range(50):
         source.poll()
+        pair.target.poll()
     assert not source.downs
+    assert not pair.target.downs, "C6.4: bye was said, and the memory may be written"
 
 
 @pytest.mark.clause("T5", "T7")
@@ -710,6 +817,20 @@ def test_a_chunk_for_a_peer_that_is_gone_fails(two):
     assert pair.source.connector.submit(pair.chunk())
     pair.source.poll()
     assert [completion.outcome for completion in pair.source.completions] == [Outcome.FAILED]
+
+
+@pytest.mark.clause("C7.4", "T6")
+def test_what_a_peer_has_heard_does_not_become_less(two):
+    """It may be said again, and then is nothing new."""
+    pair = two(patience=0).connect()
+    several(pair, 2)
+    link = pair.source.connector._links[pair.target.peer]
+    pair.until(lambda: link.acknowledged == 2)
+    for count, lost in ((2, False), (1, True)):
+        pair.source.connector._hear(link, encode(Heard(count)))
+        pair.source.poll()
+        assert bool(pair.source.downs) == lost
+    assert "C7.4" in str(pair.source.downs[0].error)
 
 
 @pytest.mark.clause("C9.3", "C7.4")
@@ -1020,12 +1141,21 @@ def test_words_are_what_they_say():
             encode,
             (
                 Written(()), Written((one, many)), Written((Chunks(keys[0][0], ()),)), Written((Chunks("x", (1,)),)),
+                Written((Chunks(keys[0][0] + "\n", (1,)),)),
                 Written((Chunks(keys[0][0], (-1,)),)), Heard(-1), Begun(()), Begun((Launch(0, 1, ()),)),
                 Begun((Launch(0, 1, (one,)), Launch(MAX_LANES, 1, (one,)))), Begun((Launch(-1, 1, (one,)),)),
                 Begun((Launch(0, -1, (one,)),)), Begun((Launch(0, 1, (one,)), Launch(1, 1, (many,)))),
+                Heard(1 << 63), Written((Chunks(keys[0][0], (1 << 63,)),)), Begun((Launch(0, 1 << 63, (one,)),)),
             ),
         ),
     ]  # fmt: skip
+    those = [keys[0][0], [1]]
+    more_or_less = [
+        ["written"], ["written", [those[:1]]], ["written", [[*those, 0]]], ["written", [those], 0], ["bye", 0],
+        ["begun"], ["begun", [[0, 1]]], ["begun", [[0, 1, [[*those, 0]]]]], ["begun", [[0, 1, [those], 0]]],
+        ["begun", [[0, 1, [those]]], 0], ["watching", 0], ["heard"], ["heard", 1, 0],
+    ]  # fmt: skip
+    wrong += map(msgspec.msgpack.encode, more_or_less)
     for word in wrong:
         with pytest.raises(ProtocolViolation, match=r"C9\.3"):
             decode(word)

@@ -414,11 +414,11 @@ class IpcConnector(ConnectorBase):
             link.queued_rows -= rows
             link.queued_bytes -= nbytes
             del link.queued[:count]
-        self._enter()
         here, there = self._book, link.book
         assert here is not None
         assert there is not None
         try:
+            self._enter()
             # numpy's calls are what this costs, the more when nothing like it has run for a while: few, for all rows
             runs = self._mover.room(rows)
             sources, targets = [chunk.source for chunk in chunks], [chunk.target for chunk in chunks]
@@ -627,7 +627,7 @@ class IpcConnector(ConnectorBase):
             if link.begun:
                 self._announce(link)
             self._answer(link)
-        if self._completions:
+        if self._completions or self._events or self._receipts:
             return
         links = [link for link in self._links.values() if link.flights or link.expected]
         if not links:
