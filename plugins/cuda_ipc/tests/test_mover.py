@@ -82,7 +82,7 @@ def test_every_byte_comes_however_far_the_device_is_behind(device, memory, seed,
         some = [cells.pop() for _ in range(min(len(cells), draw.choice((1, 5, 16, 40))))]
         runs = runs_of(memory, some, length)
         if draw.random() < 0.2:
-            ours.room(3)  # given, and not started
+            ours.room(draw.choice((3, len(some))))  # given, and not started
         if draw.random() < 0.6:
             here = ours.room(len(some))
             here[:] = runs
@@ -118,6 +118,15 @@ def test_a_table_is_used_again_once_its_launch_is_over(device, memory):
         device.finish()
     assert ours.figures()["tables"] == 3
     assert len(device.reached_events) <= 3
+
+
+@pytest.mark.clause("T12")
+def test_a_table_remembers_a_bounded_number_of_views(device, monkeypatch):
+    monkeypatch.setattr(mover, "_VIEWS", 3)
+    ours = opened(device)
+    for rows in (*range(1, 17), *range(1, 17)):
+        assert ours.room(rows).shape == (3, rows)
+        assert all(len(table._views) <= 3 for table in tables_of(ours))
 
 
 @pytest.mark.clause("T12")
