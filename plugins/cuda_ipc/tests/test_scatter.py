@@ -125,6 +125,25 @@ def test_a_plan_covers_every_byte_once(scatter, given_runs, programs):
 
 
 @pytest.mark.clause("T3")
+@pytest.mark.parametrize("apart", [(0, 0), (8, 0), (0, 8), (8, 8), (1, 16), (16, 1), (3, 5)])
+def test_what_is_moved_in_vectors_is_aligned_where_it_is_also_where_regions_begin_anywhere(scatter, apart):
+    """Offsets and lengths that are multiples of 16 say nothing of addresses.  A device faults, the interpreter not."""
+    origins = (1 << 40) + apart[0], (1 << 41) + apart[1]
+    runs = np.array([[0, 4096, 160], [64, 8192, 160], [64, 4096, 48]])
+    plan = scatter.plan(runs.copy(), 8, origins=origins)
+    places = plan.table[:2] + np.array(plan.origins).reshape(2, 1)
+    assert not (places[:, : plan.wide] % 16).any()
+    assert not (plan.table[2, : plan.wide] % 16).any()
+    assert (plan.origins == origins) == (not any(one % 16 for one in apart))
+    assert bool(plan.wide) == ((apart[0] - apart[1]) % 16 == 0)
+    moved = {to + at: of + at for of, to, length in zip(*places, plan.table[2], strict=True) for at in range(length)}
+    expected = {
+        origins[1] + to + at: origins[0] + of + at for of, to, length in runs.T.tolist() for at in range(length)
+    }
+    assert moved == expected
+
+
+@pytest.mark.clause("T3")
 @given(given_runs=runs(), programs=st.integers(1, 600))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_a_plan_may_be_written_over_the_runs_that_it_is_of(scatter, given_runs, programs):
