@@ -65,6 +65,11 @@ def benchmarks() -> dict[str, Path]:
     return dict(sorted(found.items(), key=lambda item: _number(item[0])))
 
 
+def _name(result: Result) -> str:
+    """Its id, and on what it was measured where there is more than one."""
+    return str(result.get("file", result["id"]))
+
+
 def _number(name: str) -> int:
     return int(name[1:])
 
@@ -135,9 +140,11 @@ def show(results: list[Result], console: Console) -> None:
 
 def markdown(results: list[Result]) -> str:
     """One table; below it, how each benchmark was run."""
-    lines = ["# Benchmarks", "", "Figures are ratios or medians of one run; each benchmark's own file says how.", ""]
+    lines = ["# Benchmarks", "", "Figures are ratios or medians of one run; each benchmark's own file says how."]
+    lines += ["`P6-two-cores` is P6 on two processors, `P7-0-1` is P7 between the CUDA devices 0 and 1.", ""]
     lines += [f"| {' | '.join(HEADS)} |", "| --- " * len(HEADS) + "|"]
-    lines += [f"| {' | '.join(cells(row))} |" for result in results for row in result["rows"]]
+    rows = [[_name(result), *cells(row)[1:]] for result in results for row in result["rows"]]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += [
         "",
         "*Disturbed*: the share of the time in which another program had the processor.  Where it is not near 0,",
@@ -158,7 +165,7 @@ def markdown(results: list[Result]) -> str:
         load, share = result["load"], result["disturbed"]
         of = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
         lines.append(
-            f"| {result['id']} | `{result['command']}`, {result['date']} | {in_words(result['machine'])} |"
+            f"| {_name(result)} | `{result['command']}`, {result['date']} | {in_words(result['machine'])} |"
             f" {load[0]} to {load[1]} | {'' if share is None else f'{share:.0%}'} | {of} |"
         )
     return "\n".join(lines) + "\n"
@@ -179,7 +186,9 @@ def plot(results: list[Result], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "kvbaton"  # the same figures, the same file
     from matplotlib import pyplot
 
-    shown = [row for result in results for row in result["rows"] if row["target"] and row["value"]]
+    shown = [
+        row | {"id": _name(result)} for result in results for row in result["rows"] if row["target"] and row["value"]
+    ]
     scores = [row["target"] / row["value"] if _lower(row) else row["value"] / row["target"] for row in shown]
     figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(shown) + 1))
     colours = ["tab:green" if row["ok"] else "tab:orange" for row in shown]
@@ -202,7 +211,7 @@ def keep(results: list[Result]) -> None:
             module.picture(result["rows"], RESULTS / f"{module.__name__}{devices}.svg")
         (RESULTS / f"{result['file']}.json").write_text(json.dumps(result, indent=1) + "\n")
     kept = [json.loads(file.read_text()) for file in RESULTS.glob("P*.json")]
-    kept.sort(key=lambda result: (_number(result["id"]), result.get("file", "")))
+    kept.sort(key=lambda result: (_number(result["id"]), _name(result)))
     (RESULTS / "results.md").write_text(markdown(kept))
     plot(kept, RESULTS / "results.svg")
 

@@ -1,6 +1,7 @@
 """P7: CUDA IPC between two processes, against what bounds it and against what others do, in one run.
 
-The figures are rates over a plain copy within the device, and over the transport's own kernel (see :mod:`ipc_pair`).
+The figures are rates, along a curve over the length of a segment, and for whole hand-offs those over the rate of the
+transport's own kernel and over that of a plain copy within the device (see :mod:`ipc_pair`).
 NIXL's own API is measured in processes of its own, because two copies of UCX must not meet; ``P7_NIXL=0`` in the
 environment leaves it out.  With ``--devices 0,1`` the
 source is on the first device and the target on the second; else both are on device 0, whose kernels take turns where
@@ -117,24 +118,7 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
         nixl = {}  # not installed here, say; the curve is drawn without it
     for point in (*curve, *offs):
         point["nixl"] = nixl.get((point["length"], min(point["count"], 8192)))
-    rows: list[dict[str, Any]] = []
-    for point in curve:
-        length = point["length"]
-        of, unit = (
-            ("kernel", "kvbaton rate / kernel rate") if where else ("copy", "kvbaton rate / the device's own copy")
-        )
-        ratio = point["kvbaton"] / point[of]
-        rate = 16 * KiB <= length <= 64 * KiB and not where
-        rows.append(
-            {
-                "id": "P7", "case": f"{point['count']:,} x {_size(length)}{where}",
-                "value": round(point["kvbaton"] if rate else ratio, 3),
-                "unit": "GB/s" if rate else unit,
-                "target": 400 if rate else None,
-                "ok": point["kvbaton"] >= 400 if rate else None,
-                "point": _rounded(point),
-            }
-        )  # fmt: skip
+    rows = [of_curve(point, where) for point in curve]
     for off in offs:
         ratio = off["kvbaton"] / off["kernel"]
         rows.append(
@@ -161,6 +145,16 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
     ]  # fmt: skip
     rows[0]["connector"] = {name: value for name, value in figures.items() if name.startswith("connector_")}
     return rows
+
+
+def of_curve(point: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row of a point; what else was measured there is in it."""
+    target = 400 if 16 * KiB <= point["length"] <= 64 * KiB and not where else None
+    return {
+        "id": "P7", "case": f"{point['count']:,} x {_size(point['length'])}{where}",
+        "value": round(point["kvbaton"], 1), "unit": "GB/s", "target": target,
+        "ok": None if target is None else point["kvbaton"] >= target, "point": _rounded(point),
+    }  # fmt: skip
 
 
 def _rounded(point: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def run(devices: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
             "value": round(crossing(points) / KiB, 1), "unit": "KiB", "target": None, "ok": None, "points": points,
         },
         {
-            "id": "P8", "case": "the device's own copy", "value": round(copy, 1), "unit": "GB/s", "target": None,
-            "ok": None,
+            "id": "P8", "case": f"the device's own copy{where}", "value": round(copy, 1), "unit": "GB/s",
+            "target": None, "ok": None,
         },
     ]  # fmt: skip
     return rows
