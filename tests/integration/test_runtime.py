@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 from kvbaton import PDRuntime, Request, RequestOutput, RequestRecord, SamplingParams, Settings, hookimpl, load, messages
 from kvbaton.control.inproc import InprocCoordinatorChannels
 from kvbaton.errors import (
+    ConfigurationError,
     DuplicateRequest,
     GeometryError,
     KvbatonError,
@@ -262,7 +264,9 @@ def test_start_refuses_before_anything_runs() -> None:
 
 
 @pytest.mark.clause("C6.2", "C6.3")
-def test_a_stage_that_cannot_start_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_cannot_start_stops_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     open_engine = plugin.open
 
     def refuse(model: str, options: Any, role: Any, device: int | None) -> ScriptedEngine:
@@ -272,8 +276,12 @@ def test_a_stage_that_cannot_start_stops_the_others(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(plugin, "open", refuse)
     before = set(threading.enumerate())
-    with pytest.raises(StartupError, match="decode-0: the cache does not fit this device; give it fewer blocks"):
+    with pytest.raises(
+        StartupError, match="decode-0: the cache does not fit this device; give it fewer blocks"
+    ) as caught:
         PDRuntime.start(settings())
+    assert isinstance(caught.value.__cause__, ConfigurationError), "the settings are to blame, and the status is 2"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], "the error says it, once"
     assert not [thread for thread in set(threading.enumerate()) - before if "kvbaton" in thread.name]
 
 

@@ -243,9 +243,11 @@ class Stop(_Message, frozen=True):
 
 
 class Fatal(_Message, frozen=True):
-    """Stage to C: this stage must not go on (quarantine bound, broken clause)."""
+    """Stage to C: this stage must not go on (quarantine bound, broken clause), or cannot start; with ``settings`` the
+    operator's settings are to blame."""
 
     cause: str
+    settings: bool = False
 
 
 # -- control family ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from kvbaton.connector import ConnectorPlugin
 from kvbaton.control import ChannelLost, CoordinatorChannels, Received
 from kvbaton.engine import Request, Role
 from kvbaton.errors import (
+    ConfigurationError,
     DuplicateRequest,
     KvbatonError,
     LocalProtocolError,
@@ -744,11 +745,13 @@ class Service:
                     _log.warning("%s is up again", peer.name)
                     self._pulses[peer] = _Pulse(now + self._settings.deadline.step / _BEATS)
                     self._unconnected.add(peer)
-            case messages.Fatal(cause):
-                _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s: %s", peer, cause)
+            case messages.Fatal(cause, settings):
+                _log.log(self._severity(), "%s: %s", peer, cause)
                 self._last_words[peer] = cause
                 if not self._ready.done():
-                    self._fail_startup(StartupError(f"{peer.name}: {cause}", stage=peer.name))
+                    error = StartupError(f"{peer.name}: {cause}", stage=peer.name)
+                    error.__cause__ = ConfigurationError(cause) if settings else None
+                    self._fail_startup(error)
             case messages.PeerDown(other, _, cause) if not self._ready.done():
                 self._fail_startup(
                     StartupError(f"{peer.name} and {other.name} cannot be connected: {cause}", stage=peer.name)
@@ -815,7 +818,7 @@ class Service:
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:
                 text = f"{text} It said: {self._last_words[peer]}"
-            _log.log(logging.DEBUG if self._closing else logging.ERROR, "%s", text)
+            _log.log(self._severity(), "%s", text)
             if not self._ready.done():
                 self._fail_startup(StartupError(text, stage=peer.name))
             elif self._closing and peer not in self._starting:  # that one was killed before it had begun
@@ -971,6 +974,10 @@ class Service:
                 census.result[peer.name] = reply.result if reply.error is None else {"error": reply.error}
 
     # -- ending ------------------------------------------------------------------------------------------------------
+
+    def _severity(self) -> int:
+        """Of a stage's end: where it is what ends the start, whoever asked for that is told by its error."""
+        return logging.DEBUG if self._closing else logging.ERROR if self._ready.done() else logging.INFO
 
     def _fail_startup(self, error: KvbatonError) -> None:
         if self._cause is None and not self._ready.done():

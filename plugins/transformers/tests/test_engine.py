@@ -30,6 +30,7 @@ from kvbaton.errors import (
     ProfilingError,
     PromptTooLong,
     RequestRefused,
+    SettingsError,
 )
 from kvbaton.identity import TransferId, new_transfer_id
 from kvbaton.reservation import Reservation
@@ -644,6 +645,39 @@ def test_storage_can_lie_in_memory_that_a_transport_allocated() -> None:
     made.reserve_transfer(Admission(new_transfer_id(), ask(9)))
     finish(made)
     assert all(array.any() for array in given.values())
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_anything_is_allocated() -> None:
+    checkpoint = Checkpoint("tiny", tiny_llama(), {"weights": "tiny"}, frozenset())
+    made = TransformersEngine(checkpoint, TransformersOptions(blocks=1 << 40), Role.PREFILL)
+    for allocate in (None, lambda *_: pytest.fail("it was allocated")):
+        with pytest.raises(SettingsError, match=r"of 1099511627776 blocks takes .* TiB, and of .* there is .* lower"):
+            made.regions(allocate)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+     MemoryError()],
+)  # fmt: skip
+def test_memory_that_was_not_to_be_had_is_one_line_with_advice(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def zeros(*_: Any, **__: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(SettingsError, match=r"cache of 64 blocks takes .* KiB, which was not to be had\. Set .* lower"):
+        engine()
+
+
+def test_what_is_no_want_of_memory_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(RuntimeError, match="a bug"):
+        engine()
 
 
 @pytest.mark.parametrize(

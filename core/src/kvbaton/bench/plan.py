@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbaton.bench import handoffs, room, wire
+from kvbaton import room
+from kvbaton.bench import handoffs, wire
 from kvbaton.bench.circumstances import machine, versions
 from kvbaton.bench.measured import Measured
 from kvbaton.bench.traffic import Traffic
@@ -20,6 +21,8 @@ from kvbaton.spread import significant
 
 #: Requests under way at once where nobody says: the first that fits.
 _AT_ONCE = (4, 2, 1)
+#: What two processes with a transport and Python in them take besides: bytes.
+_PROCESSES = 300 << 20
 #: Of one request, at most.
 _PIECES, _CHUNKS = 1 << 23, 1 << 16
 
@@ -133,9 +136,9 @@ class _Space:
                 on[device] = on.get(device, 0) + each
             if shared:  # a copy to the target's device
                 on[self.devices[-1]] += shared
-            return room.Need(what, host=room.PROCESSES, devices=on)
+            return room.Need(what, host=_PROCESSES, devices=on)
         # what lies in /dev/shm is memory, too
-        return room.Need(what, host=2 * each + shared + room.PROCESSES, shm=2 * each if self.allocated else 0)
+        return room.Need(what, host=2 * each + shared + _PROCESSES, shm=2 * each if self.allocated else 0)
 
 
 def _at_once(plan: Plan, space: _Space, advice: str) -> int:

@@ -18,7 +18,7 @@ from kvbaton import messages
 from kvbaton.connector import ConnectorContext, ConnectorPlugin, MemoryKind, Need, Reach, wire_version
 from kvbaton.control import StageChannel
 from kvbaton.engine import EnginePlugin, Role, StageEngine
-from kvbaton.errors import KvbatonError
+from kvbaton.errors import CapabilityError, ConfigurationError, KvbatonError
 from kvbaton.guard import GuardedConnector, GuardLimits
 from kvbaton.launch import Lifeline, StageSpec
 from kvbaton.plugins import choose_connector, choose_engine
@@ -93,7 +93,7 @@ def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
         )
         engine = engine_plugin.open(settings.model, engine_options, Role(spec.role), device)
     except KvbatonError as error:
-        _refuse(spec, channel, str(error))
+        _refuse(spec, channel, str(error), error)
         return 1
     except Exception as error:  # out of memory, a broken checkpoint: the operator reads one line, the log has the rest
         _log.debug("stage %s", spec.name, exc_info=error)
@@ -103,7 +103,7 @@ def main(spec: StageSpec, channel: StageChannel, lifeline: Lifeline) -> int:
         guard = open_guard(connector_plugin, connector_options, engine, settings, channel, device)
     except KvbatonError as error:
         engine.close()
-        _refuse(spec, channel, str(error))
+        _refuse(spec, channel, str(error), error)
         return 1
     except Exception as error:
         engine.close()
@@ -210,9 +210,9 @@ def run(stage: Stage, loop: EngineLoop, engine: StageEngine, settings: Settings)
     return outcome.status
 
 
-def _refuse(spec: StageSpec, channel: StageChannel, why: str) -> None:
+def _refuse(spec: StageSpec, channel: StageChannel, why: str, error: KvbatonError | None = None) -> None:
     _log.info("stage %s cannot start: %s", spec.name, why)
-    channel.send(messages.Fatal(why))
+    channel.send(messages.Fatal(why, isinstance(error, (ConfigurationError, CapabilityError))))
 
 
 __all__ = ["ENTRY", "EnginePlugin", "join", "main", "open_guard", "run", "stage_settings", "stage_specs"]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvbaton import quantities, room
 from kvbaton.cache import KVCache, SequenceState
 from kvbaton.connector import DeviceEvent, MemoryKind, MemoryRegion
 from kvbaton.engine import (
@@ -33,6 +34,7 @@ from kvbaton.errors import (
     ProfilingError,
     PromptTooLong,
     RequestRefused,
+    SettingsError,
 )
 from kvbaton.identity import TransferId
 from kvbaton.reservation import Capacity, Reservation
@@ -49,6 +51,8 @@ from kvbaton_transformers.scheduler import Job, Limits, Phase, Scheduler, Work
 
 #: Two sessions of torch's profiler in one process end it.
 _TRACED = threading.Lock()
+#: What to do where memory for the cache is not there.
+_FEWER = "Set the engine's option blocks lower, or its dtype or kv_dtype to one that takes less."
 
 
 class _Ahead(NamedTuple):
@@ -124,18 +128,38 @@ class TransformersEngine:
         """The memory to register.  Allocated by the first call, the same ever after."""
         if self._storage is None:
             buffers = None
-            if allocate is not None:
-                kind: MemoryKind = "cuda" if self._device.type == "cuda" else "host"
-                device = self._device.index or 0
-                sizes = self._spec.region_bytes()
-                buffers = {region: tensor_over(allocate(region, kind, device, size)) for region, size in sizes.items()}
-            constants = None
-            if self._spec.scales is Scales.TENSOR:
-                keys, values = support.largest_kv(self._checkpoint.decoder)
-                constants = constant_scales(keys), constant_scales(values)
-            self._build(PagedKV(self._spec, self._device, buffers, constants))
+            kind: MemoryKind = "cuda" if self._device.type == "cuda" else "host"
+            device = self._device.index or 0
+            sizes = self._spec.region_bytes()
+            what, nbytes = f"the KV cache of {self._spec.blocks} blocks", sum(sizes.values())
+            if kind == "host":  # there what is not there may seem to be had, until it is written to
+                room.check(room.Need(what, host=nbytes), _FEWER, sparing=False)
+            try:
+                if allocate is not None:
+                    buffers = {
+                        region: tensor_over(allocate(region, kind, device, size)) for region, size in sizes.items()
+                    }
+                constants = None
+                if self._spec.scales is Scales.TENSOR:
+                    keys, values = support.largest_kv(self._checkpoint.decoder)
+                    constants = constant_scales(keys), constant_scales(values)
+                storage = PagedKV(self._spec, self._device, buffers, constants)
+            except (MemoryError, RuntimeError) as error:
+                if not _out_of_memory(error):
+                    raise
+                raise SettingsError(
+                    f"{what} takes {quantities.size(nbytes)}, which was not to be had{self._free()}. {_FEWER}",
+                    key="engine.options.blocks", origin=None,
+                ) from error  # fmt: skip
+            self._build(storage)
         assert self._storage is not None
         return self._storage.regions()
+
+    def _free(self) -> str:
+        if self._device.type != "cuda":
+            return ""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return f": of memory that is free on CUDA device {self._device.index or 0} there is {quantities.size(free)}"
 
     def _build(self, storage: PagedKV) -> None:
         options = self._options
@@ -579,6 +603,11 @@ class TransformersEngine:
         for event, job in [(event, job) for event, job in self._unquiet if event.query()]:
             self._unquiet.remove((event, job))
             self._answer(job)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether memory was not to be had: on the host torch has no error of its own for that."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _results(work: Sequence[Work], forward: Forward) -> list[_Result]:

@@ -1,4 +1,4 @@
-"""Whether the memory that a bench takes is there: found out, and said, before any of it is allocated."""
+"""Whether memory that is to be taken is there: found out, and said, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from kvbaton.quantities import size
 
 #: What is left to everything else: bytes, or the share of what is free, whichever is more.
 _KEEP, _KEPT_SHARE = 128 << 20, 0.1
-#: What two processes with a transport and Python in them take besides.
-PROCESSES = 300 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes for one part of the bench: on the host, in ``/dev/shm``, and on each CUDA device."""
+    """Bytes that one thing takes: on the host, in ``/dev/shm``, and on each CUDA device."""
 
     what: str
     host: int = 0
@@ -29,10 +27,11 @@ class Need:
     devices: Mapping[int, int] | None = None
 
 
-def check(need: Need, advice: str) -> None:
+def check(need: Need, advice: str, *, sparing: bool = True) -> None:
     """Raise :class:`~kvbaton.errors.SettingsError`, with both figures and ``advice``, where it does not fit.
 
-    What cannot be found out is taken to be enough.
+    ``sparing``: something has to be left to others; else only what is more than all that is free does not fit.  What
+    cannot be found out is taken to be enough.
     """
     places: list[tuple[str, int, int | None]] = [
         ("memory that is free on this host", need.host, host_free()),
@@ -41,10 +40,11 @@ def check(need: Need, advice: str) -> None:
     for device, nbytes in (need.devices or {}).items():
         places.append((f"memory that is free on CUDA device {device}", nbytes, device_free(device)))
     for place, wanted, free in places:
-        if wanted and free is not None and wanted > free - max(_KEEP, int(free * _KEPT_SHARE)):
+        if wanted and free is not None and wanted > free - (max(_KEEP, int(free * _KEPT_SHARE)) if sparing else 0):
+            left = ", of which some is left to others" if sparing else ""
             raise SettingsError(
-                f"{need.what} takes {size(wanted)}, and of {place} there is {size(free)}, of which some is left to"
-                f" others. Nothing was allocated. {advice}",
+                f"{need.what} takes {size(wanted)}, and of {place} there is {size(free)}{left}. Nothing was allocated."
+                f" {advice}",
                 key="memory", origin=None,
             )  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvbaton.bench import room
-from kvbaton.bench.room import Need, check, device_free, host_free
+from kvbaton import room
 from kvbaton.doctor.gpus import Gpu, GpuReport
 from kvbaton.errors import SettingsError
+from kvbaton.room import Need, check, device_free, host_free
 
 GiB = 1 << 30
 
@@ -41,6 +41,15 @@ def test_what_does_not_fit_is_told_with_both_figures(free, need, there, says):
 def test_what_fits_or_cannot_be_found_out_is_no_error(free):
     free(host=16 * GiB, shm=GiB)
     check(Need("it", host=8 * GiB, shm=GiB // 2, devices={0: 1 << 60}), "")
+
+
+def test_what_is_not_sparing_may_take_all_that_is_free(free):
+    free(host=16 * GiB)
+    check(Need("it", host=16 * GiB), "", sparing=False)
+    with pytest.raises(
+        SettingsError, match=r"it takes 16\.5 GiB, and .* there is 16 GiB\. Nothing was allocated\. Less!"
+    ):
+        check(Need("it", host=16 * GiB + (GiB >> 1)), "Less!", sparing=False)
 
 
 def test_a_containers_limit_counts(tmp_path):
