@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import PROGRAM
+
 #: The first Ctrl-C comes while the commands are still being imported.
 EARLY = """
 import os, signal, sys
@@ -71,6 +73,35 @@ def test_ctrl_c_during_start_up_does_not_wait_for_it(process):
     _, errors = child.communicate(timeout=30)
     assert child.returncode == 130
     assert errors == "kvbaton: interrupted\n"
+
+
+#: An exit handler that says when it runs, and then waits for a line on stdin.
+LINGERS = "import atexit, sys; atexit.register(lambda: (print('leaving', file=sys.stderr, flush=True), input())); "
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("model", "under_way"), [("m", "decoding"), ("sleepy", "starting")])
+def test_ctrl_c_again_while_the_interpreter_ends_is_not_heard(process, model, under_way):
+    child = process(
+        "run", "--model", model, "--prompt", "slow one", program=LINGERS + PROGRAM, stdin=subprocess.PIPE
+    )  # fmt: skip
+    wait_for(child, under_way)
+    child.send_signal(signal.SIGINT)
+    wait_for(child, "leaving")
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate("\n", timeout=30)
+    assert (child.returncode, errors) == (130, "")
+
+
+@pytest.mark.timeout(60)
+def test_an_end_that_hangs_while_ctrl_c_is_ignored_is_bounded(process):
+    soon = "from kvbaton.cli import ending; ending.AT_MOST = 0.2; "
+    child = process(
+        "run", "--model", "sleepy", "--prompt", "x", program=LINGERS + soon + PROGRAM, stdin=subprocess.PIPE
+    )  # fmt: skip
+    wait_for(child, "starting")
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=30) == 130
 
 
 @pytest.mark.timeout(60)

@@ -12,15 +12,18 @@ import os
 import sys
 from typing import NoReturn
 
+from kvbaton.cli import ending
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """The console script.  Does not return: it ends in ``SystemExit``."""
     try:
+        ending.own_process()
         _run()
     except KeyboardInterrupt:  # while it was still being loaded, or at its very end
-        print("kvbaton: interrupted", file=sys.stderr)
+        ending.say_interrupted()
         _leave(130)
     except Exception:  # a bug, which keeps its traceback
         if not _hangs():
@@ -72,6 +75,8 @@ def _hangs() -> bool:
 
 
 def _leave(status: object) -> NoReturn:
+    if status == 130:
+        ending.deafen()
     if _hangs():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # None where it is closed; and nobody is left to hear of it

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
+from kvbaton.cli.ending import say_interrupted
 from kvbaton.errors import CapabilityError, ConfigurationError, GeometryMismatch, KvbatonError, RequestRefused
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -49,5 +50,5 @@ def explained(*, debug: bool) -> Iterator[None]:
         say(str(error))
         raise typer.Exit(exit_status(error)) from error
     except KeyboardInterrupt as error:
-        say("interrupted")
+        say_interrupted()
         raise typer.Exit(INTERRUPTED) from error

@@ -39,7 +39,8 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            if signal.getsignal(signum) == self._handle:  # else whoever ends the process has seen to it
+                signal.signal(signum, handler)
         os.close(self._bell)
         os.close(self._ringer)
 

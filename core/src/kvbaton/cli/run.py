@@ -10,6 +10,7 @@ from typing import Any
 
 from kvbaton.bounds import MAX_PROFILE_SECONDS
 from kvbaton.cli import console
+from kvbaton.cli.ending import say_interrupted
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, exit_status, say
 from kvbaton.cli.interrupt import Interrupt
 from kvbaton.cli.prompts import Prompt
@@ -43,7 +44,7 @@ def run(
             if interrupt.requested:
                 screen.close()
                 cancelled = len(prompts) - sum(a.record.finish_reason in ("stop", "length") for a in answers)
-                say(f"interrupted: {cancelled} of {len(prompts)} requests cancelled, everything stopped")
+                say_interrupted(f"interrupted: {cancelled} of {len(prompts)} requests cancelled, everything stopped")
                 return INTERRUPTED
             found = None
             if compare:
