@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import socket
 
 import msgspec
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvbaton import cuda
 from kvbaton.connector import Chunk, ConnectorContext, MemoryRegion, Need, Outcome
-from kvbaton.errors import PluginUnavailable, RegistrationError, TransportError
+from kvbaton.errors import OptionsError, PluginUnavailable, RegistrationError, TransportError
 from kvbaton.identity import PeerId, new_transfer_id
 from kvbaton.plugins import choose_connector
 from kvbaton.segments import Segments
@@ -17,6 +18,7 @@ from kvbaton_conformance.harness import Pair, close_ends, open_end, open_pair, s
 from kvbaton_conformance.subject import Reference, resolve
 from kvbaton_conformance.two_process import Processes, remote_pair
 from kvbaton_cuda_ipc import library, ucx_plugin
+from kvbaton_cuda_ipc import options as wire_options
 from kvbaton_cuda_ipc.grants import Grant
 from kvbaton_cuda_ipc.parts import Answer, Bye, Offer, Outgoing, plan, say
 from kvbaton_cuda_ipc.ucx import PROTOCOL
@@ -381,11 +383,34 @@ def test_options_that_nobody_reads_are_errors(options):
 
 @pytest.mark.clause("C6.3")
 def test_settings_that_ucx_refuses_are_named():
-    with pytest.raises(TransportError, match=r"NO_SUCH_THING|no_such_interface"):
-        ucx_plugin.open(
-            ucx_plugin.Options(ucx={"TLS": "NO_SUCH_THING"}, interface="no_such_interface"),
-            ConnectorContext(PeerId.start("p")),
-        )
+    with pytest.raises(TransportError, match="NO_SUCH_THING"):
+        ucx_plugin.open(ucx_plugin.Options(ucx={"TLS": "NO_SUCH_THING"}), ConnectorContext(PeerId.start("p")))
+
+
+@pytest.fixture
+def interfaces(monkeypatch, tmp_path):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(wire_options, "_INFINIBAND", tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"interface": "eth77"}, {"ucx": {"NET_DEVICES": "eth77"}}])
+def test_an_interface_that_is_not_there_is_refused_at_once(interfaces, options):
+    with pytest.raises(OptionsError, match=r'no interface "eth77"; there are lo, eth0'):
+        choose_connector("ucx", Need(), options)
+
+
+def test_of_several_interfaces_one_has_to_be_there(interfaces):
+    with pytest.raises(OptionsError, match=r'no interface "eth7" or "eth8"; there are lo, eth0'):
+        choose_connector("ucx", Need(), {"interface": "eth7,eth8"})
+
+
+@pytest.mark.parametrize(
+    "name", ["lo", "eth0", "all", "eth77,eth0", "mlx5_7:1", "mlx5_0", "^eth77", "eth77:1", "mlx5_*"]
+)
+def test_what_may_be_a_device_of_ucx_is_left_to_it(interfaces, name):
+    assert ucx_plugin.Options(interface=name).settings()["NET_DEVICES"] == name
+    assert ucx_plugin.Options(ucx={"NET_DEVICES": name}).settings()["NET_DEVICES"] == name
 
 
 # -- peers that lie ----------------------------------------------------------------------------------------------------
