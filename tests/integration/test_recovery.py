@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from kvbaton import PDRuntime, Request, RequestRecord, SamplingParams, load
 from kvbaton.connector import Need
-from kvbaton.errors import KvbatonError, LocalProtocolError, TransferFailed
+from kvbaton.errors import KvbatonError, LocalProtocolError, StartupError, TransferFailed
 from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId
 from kvbaton.plugins import choose_connector
@@ -73,7 +74,7 @@ def record(runtime: PDRuntime, key: str) -> RequestRecord:
 
 @pytest.mark.clause("C6.2", "C6.4", "A1")
 @pytest.mark.parametrize("victim", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
-def test_a_killed_stage_is_started_again_and_nobody_else_is(victim: str) -> None:
+def test_a_killed_stage_is_started_again_and_nobody_else_is(victim: str, caplog: pytest.LogCaptureFixture) -> None:
     with start("example_shm") as runtime:
         before = {name: runtime.stage(name).pid for name in runtime.stages}
         keys = [runtime.add_request(request(n, tokens=200), str(n)) for n in range(24)]
@@ -92,6 +93,42 @@ def test_a_killed_stage_is_started_again_and_nobody_else_is(victim: str) -> None
         after = {name: runtime.stage(name).pid for name in runtime.stages}
         assert {name for name in before if before[name] != after[name]} == {victim}
         assert not runtime._service._dying, "its end was seen, so no time runs for it any more (C1.3, T12)"
+    [again] = [text for text in caplog.messages if "is started again" in text]
+    assert again == (
+        f"{victim} is started again; of its requests those of which no token was delivered begin again, and the others"
+        " have failed (recovery.mode = requeue)"
+    )
+    [ended] = [text for text in caplog.messages if text.startswith(f"stage {victim} ended")]
+    assert ended.endswith("ended: killed by SIGKILL. Was it out of memory? The kernel's log tells (dmesg).")
+
+
+#: An engine that is killed while it is opened, in the stages of one role.
+KILLED = """
+import os, signal
+from kvbaton_conformance.scripted_plugin import ScriptedPlugin
+
+class Plugin(ScriptedPlugin):
+    def open(self, model, options, role, device):
+        if role.value == "decode":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().open(model, options, role, device)
+
+plugin = Plugin()
+"""
+
+
+@pytest.mark.clause("C6.2")
+def test_a_stage_that_is_killed_while_it_starts_is_told_of_once_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "killed_at_open.py").write_text(KILLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with pytest.raises(StartupError) as caught:
+        start("example_shm", engine__name="killed_at_open:plugin", stages__prefill=1, stages__decode=1)
+    said = "stage decode-0 ended: killed by SIGKILL. Was it out of memory? The kernel's log tells (dmesg)."
+    assert str(caught.value) == said
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.clause("C6.2", "C6.3")

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import queue
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -85,6 +86,14 @@ _ORDER = {name: place for place, name in enumerate((
     Milestones.COMMITTED, HANDLE_DONE, Milestones.RECEIVED, Milestones.ACKNOWLEDGED, Milestones.IMPORTED,
     Milestones.ACTIVATED, Milestones.FINISHED, Milestones.SOURCE_RETIRED, Milestones.DESTINATION_RETIRED,
 ))}  # fmt: skip
+#: What becomes of the requests of a stage that is started again, by ``recovery.mode``.
+_BEGINS_AGAIN = {
+    "requeue": "of its requests those of which no token was delivered begin again, and the others have failed",
+    "recompute": "its requests begin again, and those of which tokens were delivered go on from these, unless they have"
+    " stop texts: those have failed",
+}
+#: Of a stage that was killed, and not by this process.
+_WHO_KILLED = "Was it out of memory? The kernel's log tells (dmesg)."
 #: What is said for a stage that can say nothing any more.
 _ENDED = "the stage ended"
 
@@ -813,14 +822,17 @@ class Service:
         self._silent.pop(peer, None)
         self._pulses.pop(peer, None)
         self._unconnected.discard(peer)
-        self._dying.pop(peer, None)
+        told_to = self._dying.pop(peer, None) is not None
         if not expected or handle.exit_status() or not handle.joined:
             text = str(death) if death is not None else f"stage {peer.name} ended"
             if peer in self._last_words and self._last_words[peer] not in text:
                 text = f"{text} It said: {self._last_words[peer]}"
-            _log.log(self._severity(), "%s", text)
+            advised = text
+            if handle.exit_status() == -signal.SIGKILL and not (expected or told_to):
+                advised = f"{text}{chr(10) if chr(10) in text else ' '}{_WHO_KILLED}"
+            _log.log(self._severity(), "%s", advised)
             if not self._ready.done():
-                self._fail_startup(StartupError(text, stage=peer.name))
+                self._fail_startup(StartupError(advised, stage=peer.name))
             elif self._closing and peer not in self._starting:  # that one was killed before it had begun
                 self._bad_ends.append(text)
             self._carry_out(self._machine.peer_lost(peer, text, now), now)
@@ -1067,7 +1079,8 @@ class Service:
             return
         spec = next(spec for spec in self._specs if spec.name == name)
         self._progress(f"starting {name} again")
-        _log.warning("%s is started again; what it was doing begins again (recovery.mode)", name)
+        mode = self._settings.recovery.mode
+        _log.warning("%s is started again; %s (recovery.mode = %s)", name, _BEGINS_AGAIN[mode], mode)
         try:
             handle = self._launcher.start(spec)
         except KvbatonError as error:

@@ -263,6 +263,9 @@ def test_health_says_which_role_has_no_stage_left():
     assert readiness.reason is None
     readiness.kvbaton_peer_lost(lives[1], "hung")
     assert readiness.reason == "no decode stage is up; decode-0: killed; decode-1: hung"
+    assert readiness.reason_beside("decode-1@2 is lost: hung, after 3 tokens") == (
+        "no decode stage is up; decode-0: killed"
+    ), "what is said once need not be said again"
     assert readiness.stages == {"prefill-0": "up", "decode-0": "down", "decode-1": "down"}
     readiness.kvbaton_peer_up(PeerId("decode-0", 2))
     readiness.kvbaton_peer_lost(lives[0], "an old tale")

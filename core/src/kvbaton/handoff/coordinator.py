@@ -1447,7 +1447,7 @@ class Coordinator:
     def _refuse(self, waiting: _Waiting, cause: str, effects: Effects) -> None:
         self._dequeue(waiting)
         if waiting.cause:
-            cause = f"{waiting.cause}; {cause}"
+            cause = f"{waiting.cause.rstrip('.')}; {cause}"
         self._tell_end(waiting, None, _FAILED, cause, effects)
 
     def _refuse_unserved(self, effects: Effects) -> None:

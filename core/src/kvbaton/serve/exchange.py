@@ -117,7 +117,7 @@ class Exchange(Response):
             return
         if end.finish_reason == "cancelled":  # not by this client, which would not be here any more
             raise unavailable(str(end.error))
-        missing = self._readiness.reason
+        missing = self._readiness.reason_beside(str(end.error))
         refusal = of(end.error, prompt=self._request.prompt_field, timeout=self._timeout)
         if missing is not None and refusal.status == 500:
             refusal = unavailable(f"{missing}; {end.error}")

@@ -52,13 +52,18 @@ class Readiness:
     @property
     def reason(self) -> str | None:
         """Why nobody should send requests here now; None where they are served."""
+        return self.reason_beside("")
+
+    def reason_beside(self, said: str) -> str | None:
+        """The same for whoever is told ``said`` as well: a cause that stands there is not told twice."""
         if self.closed is not None:
             return self.closed
         up = set(self._up)
         for role in dict.fromkeys(_role(name) for name in self._stages):
             if not any(_role(name) == role for name in up):
-                lost = {name: cause for name, cause in tuple(self._lost.items()) if _role(name) == role}
-                return f"no {role} stage is up" + "".join(f"; {name}: {cause}" for name, cause in lost.items())
+                lost = [(name, cause.rstrip(".")) for name, cause in tuple(self._lost.items()) if _role(name) == role]
+                causes = "".join(f"; {name}: {cause}" for name, cause in lost if cause not in said)
+                return f"no {role} stage is up{causes}"
         return None
 
     @property
