@@ -381,6 +381,52 @@ def test_a_known_failure_does_not_excuse_that_a_test_was_not_run(judge, tmp_path
     assert "whose body did not run" in output
 
 
+def test_where_pytest_does_not_begin_that_is_all_there_is_to_say(judge):
+    status, output = judge(MINE, "-o", "no_such_option=1", "--strict-config")
+    assert status == 4, output
+    assert "ERROR: Unknown config option: no_such_option" in output
+    assert "VERDICT" not in output
+    assert "unrun" not in output
+
+
+def test_a_report_that_cannot_be_written_is_told_before_any_test(judge, tmp_path):
+    status, output = judge(MINE, "--conformance-report", str(tmp_path / "parts.py"))
+    assert status == 4, output
+    said = f"ERROR: --conformance-report {tmp_path / 'parts.py'}: it cannot be written: it is not a directory\n"
+    assert said in output
+    assert "Traceback" not in output
+
+
+#: Ctrl-C comes in a destructor, which drops it.
+DROPPED = """
+import os, signal
+
+class Hides:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class Drops(LoopbackConnector):
+    def connect(self, *arguments):
+        Hides()
+        super().connect(*arguments)
+
+class Plugin(LoopbackPlugin):
+    def open(self, options, context):
+        return Drops(context.peer, options)
+
+class TestMine(ConnectorConformance):
+    connector = Plugin()
+"""
+
+
+def test_ctrl_c_that_a_destructor_drops_ends_the_run_by_the_doors_of_pytest_too(judge):
+    status, output = judge(DROPPED, *ONE.split(), "-W", "error")
+    assert status == 2, output
+    assert "KeyboardInterrupt" in output
+    assert "CONFORM" not in output
+    assert "PytestUnraisableExceptionWarning" not in output
+
+
 def test_a_run_without_conformance_tests_is_left_alone(judge):
     status, output = judge("def test_other(): pass")
     assert status == 0

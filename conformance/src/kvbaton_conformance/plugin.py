@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import inspect
 import json
 import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Generator, Iterable
@@ -31,6 +31,7 @@ import pytest
 from kvbaton_conformance.known_failures import KnownFailure, KnownFailuresError, read_known_failures
 
 if TYPE_CHECKING:
+    from kvbaton_conformance.interrupt import Interrupt
     from kvbaton_conformance.report.verdict import Result, Verdict
     from kvbaton_conformance.two_process import Processes
 
@@ -44,6 +45,9 @@ INTERRUPTED_BOUND = 10.0
 #: Tests in a row that a deadline of the kit has ended, after which the others of the class are left: each costs as
 #: much again, and says the same.
 STUCK_BOUND = 3
+
+#: What ``--conformance-report`` writes; pytest writes junit.xml beside it.
+REPORT = ("conformance.html", "conformance.json", "badge.md")
 
 LEVELS = ("connector", "handoff", "engine", "guard")
 _SUITE = "kvbaton_conformance.suite"
@@ -89,6 +93,10 @@ class Kit:
     warm: set[type] = field(default_factory=set)
     #: By Ctrl-C.
     interrupted: bool = False
+    #: None where nothing of the kit has run yet.
+    interrupt: Interrupt | None = None
+    #: Why there is no report; empty where there is one, or none was asked for.
+    unwritten: str = ""
 
 
 KIT = pytest.StashKey[Kit]()
@@ -138,8 +146,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--conformance-keep-going", action="store_true",
         help="go on with a class whose tests do not come back, one after the other",
     )  # fmt: skip
-    # kvbaton conformance, which has started this with SIGINT held back and says itself what has become of it
-    group.addoption("--conformance-command", action="store_true", help=argparse.SUPPRESS)
+    # kvbaton conformance, which has started this with signals held back and says itself what has become of it; a pipe
+    # ends with it
+    group.addoption("--conformance-command", metavar="FD", type=int, help=argparse.SUPPRESS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -164,32 +173,94 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.pluginmanager.register(_CtrlC(config), "kvbaton-conformance-ctrl-c")
     if folder := config.getoption("--conformance-report"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        from kvbaton.cli.folder import ready
+        from kvbaton.errors import SettingsError
+
+        try:
+            ready("--conformance-report", Path(folder), REPORT)
+        except SettingsError as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+def _by_command(config: pytest.Config) -> bool:
+    """Whether ``kvbaton conformance`` runs this."""
+    return config.getoption("--conformance-command") is not None
 
 
 class _CtrlC:
-    """Notes a Ctrl-C before the test that it came in is torn down."""
+    """A Ctrl-C ends the run, and is noted before the test that it came in is torn down.
+
+    Whoever has dropped it, it is raised at the end of the phase that it came in, before anything is made of that.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._kit = config.stash[KIT]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self) -> None:
+        if _by_command(self._config):  # from here on pytest ends in order
+            self._interrupt().serve(self._config.getoption("--conformance-command"))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self) -> Generator[None, Any, Any]:
+        return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
+        return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        if item.nodeid not in self._kit.results:
+            return (yield)
+        with self._interrupt().heard():
+            return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None, Any, Any]:
+        return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        return (yield from self._phase())
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
+        return (yield from self._phase())
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         if excinfo.type is not KeyboardInterrupt:
             return  # pytest's own way of ending a run
-        kit = self._config.stash[KIT]
+        kit = self._kit
         kit.interrupted = True
+        if kit.interrupt is not None:
+            kit.interrupt.ends = True
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
-        if self._config.getoption("--conformance-command") and reporter is not None:
+        if _by_command(self._config) and reporter is not None:
             if any(result.outcome != "unrun" for result in kit.results.values()):
                 reporter.write_line("")  # after its dots
             self._config.pluginmanager.unregister(reporter)
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self) -> Generator[None, Any, Any]:
+        if self._kit.interrupt is not None:
+            self._kit.interrupt.ends = True
+        return (yield)
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    # from here on pytest ends in order
-    if session.config.getoption("--conformance-command"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    def _interrupt(self) -> Interrupt:
+        if self._kit.interrupt is None:
+            from kvbaton_conformance.interrupt import Interrupt
+
+            self._kit.interrupt = Interrupt()
+        return self._kit.interrupt
+
+    def _phase(self) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        finally:
+            if self._kit.interrupt is not None:
+                self._kit.interrupt.check()
 
 
 def command_line_devices(config: pytest.Config) -> tuple[int, ...]:
@@ -715,7 +786,7 @@ def _count_stuck(item: pytest.Item, result: Result) -> None:
     came_back = result.outcome == "passed" or passed() == item.stash.get(_PASSED, passed())
     judged.stuck = 0 if came_back else judged.stuck + 1
     if judged.stuck == STUCK_BOUND and not item.config.getoption("--conformance-keep-going"):
-        flag = "--keep-going" if item.config.getoption("--conformance-command") else "--conformance-keep-going"
+        flag = "--keep-going" if _by_command(item.config) else "--conformance-keep-going"
         judged.given_up = f"{STUCK_BOUND} tests in a row did not come back; {flag} runs the others as well"
 
 
@@ -777,18 +848,42 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[
     kit = session.config.stash[KIT]
     if not kit.interrupted:
         kit.problems += _close(kit)
+        kit.interrupted = kit.interrupt is not None and kit.interrupt.seen  # while that was closed
         _conclude(session, exitstatus)
-        return (yield)
+        return (yield from _with_files(session))
     from kvbaton_conformance.deadline import deadline
 
     _conclude(session, exitstatus)
     try:
         with deadline(INTERRUPTED_BOUND):
-            return (yield)  # pytest tears down the test that was interrupted
+            return (yield from _with_files(session))  # pytest tears down the test that was interrupted
     except Exception:
         return []  # what is wrong after half a test is nobody's fault
     finally:
         _close(kit)
+
+
+def _with_files(session: pytest.Session) -> Generator[None, Any, Any]:
+    """What pytest does at the end, which writes a file of the report."""
+    try:
+        return (yield)
+    except OSError as error:
+        if not session.config.getoption("--conformance-report"):
+            raise
+        _not_written(session, error)
+        return []
+
+
+def _not_written(session: pytest.Session, error: OSError) -> None:
+    from kvbaton.cli.folder import refused
+
+    flag = "--report" if _by_command(session.config) else "--conformance-report"
+    folder = Path(session.config.getoption("--conformance-report"))
+    kit = session.config.stash[KIT]
+    kit.unwritten = kit.unwritten or str(refused(flag, folder, error))
+    session.exitstatus = pytest.ExitCode.USAGE_ERROR
+    with contextlib.suppress(OSError):  # half a report is none
+        (folder / "conformance.json").unlink()
 
 
 def _close(kit: Kit) -> list[str]:
@@ -800,7 +895,7 @@ def _close(kit: Kit) -> list[str]:
 def _conclude(session: pytest.Session, exitstatus: int) -> None:
     """What the run as a whole has shown: its exit status and its report."""
     kit = session.config.stash[KIT]
-    if _nothing_ran_for_a_refusal(kit):
+    if _nothing_to_judge(session.config, exitstatus):
         return
     if not kit.results or session.config.option.collectonly:
         if kit.judged and not session.config.option.collectonly:
@@ -828,7 +923,10 @@ def _conclude(session: pytest.Session, exitstatus: int) -> None:
     ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if folder := session.config.getoption("--conformance-report"):
-        _write(Path(folder), _verdict(session.config))
+        try:
+            _write(Path(folder), _verdict(session.config))
+        except OSError as error:
+            _not_written(session, error)
 
 
 def _nothing_matches(kit: Kit, selection: str) -> str:
@@ -847,9 +945,17 @@ def _nothing_matches(kit: Kit, selection: str) -> str:
     )
 
 
-def _nothing_ran_for_a_refusal(kit: Kit) -> bool:
-    """A class could not be judged, so pytest has run none: that one error is all there is to say."""
-    return bool(kit.refusals) and all(result.outcome == "unrun" for result in kit.results.values())
+def _nothing_to_judge(config: pytest.Config, exitstatus: int) -> bool:
+    """No standard test has run, for a cause that is said by whoever has ended the run and is all there is to say: a
+    class that could not be judged, a setting that pytest does not know, Ctrl-C.
+    """
+    kit = config.stash[KIT]
+    if kit.interrupted and _by_command(config):
+        return True
+    ended = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+    return bool(kit.refusals or (ended and kit.results)) and all(
+        result.outcome == "unrun" for result in kit.results.values()
+    )
 
 
 def _mandatory(kit: Kit) -> list[str]:
@@ -907,14 +1013,15 @@ def _write(folder: Path, verdict: Verdict) -> None:
     }  # fmt: skip
     from kvbaton_conformance.report.page import badge, page
 
-    (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     (folder / "conformance.html").write_text(page(verdict), encoding="utf-8")
     (folder / "badge.md").write_text(badge(verdict), encoding="utf-8")
+    # at last, since what reads it takes it for a whole report
+    (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     kit = config.stash[KIT]
-    if _nothing_ran_for_a_refusal(kit) or not (kit.results or kit.problems):
+    if _nothing_to_judge(config, exitstatus) or not (kit.results or kit.problems):
         return
     from kvbaton_conformance.report.verdict import OUTCOMES
 
@@ -933,3 +1040,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             write(f"error: {problem}", red=True)
     bad = bool(verdict.problems or verdict.count("failed"))
     write(verdict.sentence, bold=True, green=verdict.conforms, red=bad)
+    if kit.unwritten:
+        write(f"error: {kit.unwritten}", red=True)

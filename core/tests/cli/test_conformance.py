@@ -104,9 +104,58 @@ def test_ctrl_c_is_no_verdict_although_the_run_still_writes_one(kvbaton, monkeyp
                 raise KeyboardInterrupt
             return 1
 
+        def terminate(self):
+            self.told = True
+
+        kill = terminate
+
     monkeypatch.setattr("kvbaton.cli.conformance.subprocess.Popen", Interrupted)
     result = kvbaton("conformance", "loopback", *PART)
     assert (result.exit_code, result.stderr) == (130, "kvbaton: interrupted\n")
+
+
+#: A transport that puts something else in the place of the report's folder.
+_IN_ITS_PLACE = """
+import shutil
+from pathlib import Path
+from kvbaton_loopback.plugin import LoopbackPlugin
+
+class Plugin(LoopbackPlugin):
+    def open(self, options, context):
+        folder = Path({folder!r})
+        if folder.is_dir():
+            shutil.rmtree(folder)
+            folder.touch()
+        return super().open(options, context)
+
+plugin = Plugin()
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [("file", "it is not a directory"), ("/proc/r", "No such file or directory")]
+)
+def test_a_report_that_cannot_be_written_is_told_before_any_test(kvbaton, tmp_path, monkeypatch, where, reason):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("kvbaton.cli.conformance.subprocess.Popen", None)
+    folder = tmp_path / where
+    result = kvbaton("conformance", "loopback", "--report", str(folder))
+    assert result.exit_code == 2
+    assert result.stderr == f"kvbaton: --report {folder}: it cannot be written: {reason}\n"
+
+
+def test_a_report_that_cannot_be_written_at_the_end_is_told_after_the_verdict(kvbaton, tmp_path, monkeypatch, capfd):
+    folder = tmp_path / "out"
+    (tmp_path / "in_its_place.py").write_text(_IN_ITS_PLACE.format(folder=str(folder)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = kvbaton("conformance", "in_its_place:plugin", *PART, "--report", str(folder))
+    out, err = capfd.readouterr()
+    assert result.exit_code == 2, out
+    verdict, told, *_ = out.partition("NO VERDICT on ")[2].splitlines()
+    assert "a part of the suite passed" in verdict
+    assert told == f"error: --report {folder}: it cannot be written: Not a directory"
+    assert "Traceback" not in out + err + result.stderr
 
 
 def test_without_the_kit_it_says_how_to_get_it(kvbaton, monkeypatch):
@@ -120,7 +169,7 @@ def test_without_the_kit_it_says_how_to_get_it(kvbaton, monkeypatch):
 
 
 def test_nothing_of_the_place_it_is_called_from_gets_into_the_run(tmp_path):
-    words = command(Order("mine", {"lanes": 2, "name": "x"}, seed=7, require_env=True), tmp_path)
+    words = command(Order("mine", {"lanes": 2, "name": "x"}, seed=7, require_env=True), tmp_path, 9)
     assert words[words.index("--pyargs") + 1] == "kvbaton_conformance.run"
     assert "--noconftest" in words
     assert words[words.index("-c") + 1] == "/dev/null"
@@ -128,9 +177,9 @@ def test_nothing_of_the_place_it_is_called_from_gets_into_the_run(tmp_path):
     assert words[words.index("--conformance-seed") + 1] == "7"
     assert "--require-env" in words
     assert "--conformance-keep-going" not in words
-    assert "--conformance-keep-going" in command(Order("mine", keep_going=True), tmp_path)
+    assert "--conformance-keep-going" in command(Order("mine", keep_going=True), tmp_path, 9)
     assert "--connector-memory" not in words
     assert "--connector-devices" not in words
-    assert "cuda" in command(Order("mine", memory="cuda"), tmp_path)
-    words = command(Order("mine", memory="cuda", devices=(0, 1)), tmp_path)
+    assert "cuda" in command(Order("mine", memory="cuda"), tmp_path, 9)
+    words = command(Order("mine", memory="cuda", devices=(0, 1)), tmp_path, 9)
     assert words[words.index("--connector-devices") + 1] == "0,1"

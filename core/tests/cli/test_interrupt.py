@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -154,27 +153,130 @@ if "kvbaton_conformance.run" in sys.orig_argv:
 """
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("when", ["in-a-test", "while-it-is-imported"])
-def test_ctrl_c_in_a_run_of_the_kit_is_one_line(process, tmp_path, when):
+#: Ctrl-C comes where Python drops what is raised: in a destructor, as its last statement would, or in a test whose
+#: library catches everything.
+DROPS = """
+import threading
+from pathlib import Path
+from kvbaton_loopback.connector import LoopbackConnector
+from kvbaton_loopback.plugin import LoopbackPlugin
+
+def blocks(*_):
+    Path({here!r}).touch()
+    threading.Event().wait(20.0)
+
+class Hides:
+    __del__ = blocks
+
+class Connector(LoopbackConnector):
+    connections = 0
+
+    def connect(self, *arguments):
+        Connector.connections += 1
+        if Connector.connections == 5:
+            {drop}
+        super().connect(*arguments)
+
+class Plugin(LoopbackPlugin):
+    def open(self, options, context):
+        return Connector(context.peer, options)
+
+plugin = Plugin()
+"""
+_CATCHES = "try: blocks()\n            except BaseException: raise ValueError('torn') from None"
+
+
+@pytest.fixture
+def kit(process, tmp_path):
+    """``kit(module)``: the kit at work on a transport of that text, once that has touched the file ``here``."""
     here = tmp_path / "here"
-    (tmp_path / "blocking_here.py").write_text(textwrap.dedent(BLOCKS.format(here=str(here))))
-    if when == "while-it-is-imported":
-        (tmp_path / "sitecustomize.py").write_text(WHILE_IMPORTED.format(here=str(here)))
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    child = process(
-        "conformance", "blocking_here:plugin", "--level", "connector", start_new_session=True,
-        env={**os.environ, "PYTHONPATH": paths}, program="from kvbaton.cli import main; main()",
-    )  # fmt: skip
-    _wait_for_file(here, child)
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+
+    def start(module: str, *arguments: str, **how: str) -> subprocess.Popen[str]:
+        (tmp_path / "blocking_here.py").write_text(module.format(here=str(here), **how))
+        paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+        child = process(
+            "conformance", "blocking_here:plugin", "--level", "connector", *arguments, start_new_session=True,
+            env={**environment, "PYTHONPATH": paths, "TMPDIR": str(temporary)},
+            program="from kvbaton.cli import main; main()",
+        )  # fmt: skip
+        _wait_for_file(here, child)
+        assert list(temporary.glob("kvbaton-*"))
+        return child
+
+    return start
+
+
+def _is_one_line(child: subprocess.Popen[str], folder: Path) -> None:
     out, errors = child.communicate(timeout=30)
     assert (child.returncode, errors) == (130, "kvbaton: interrupted\n"), out
-    assert "Interrupt" not in out
-    assert "Traceback" not in out
-    assert "NO VERDICT" not in out
+    for word in ("Interrupt", "Traceback", "VERDICT", "CONFORM", "FAILED", "passed"):
+        assert word not in out
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
+    assert not list((folder / "temporary").glob("kvbaton-*"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when", ["in-a-test", "while-it-is-imported"])
+def test_ctrl_c_in_a_run_of_the_kit_is_one_line(kit, tmp_path, when):
+    if when == "while-it-is-imported":
+        (tmp_path / "sitecustomize.py").write_text(WHILE_IMPORTED.format(here=str(tmp_path / "here")))
+    child = kit(BLOCKS)
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+    _is_one_line(child, tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("drop", ["Hides()", _CATCHES], ids=["destructor", "caught"])
+def test_ctrl_c_that_a_library_drops_is_neither_lost_nor_a_failure(kit, tmp_path, drop):
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "conformance.html").write_text("of an earlier run")
+    child = kit(DROPS, "--report", str(report), drop=drop)
+    before = time.monotonic()
+    os.killpg(child.pid, signal.SIGINT)
+    _is_one_line(child, tmp_path)
+    assert time.monotonic() - before < 10.0
+    assert not {"conformance.html", "conformance.json", "badge.md"} & {path.name for path in report.iterdir()}
+
+
+@pytest.mark.timeout(60)
+def test_sigterm_to_the_command_alone_ends_the_kit_as_ctrl_c_does(kit, tmp_path):
+    child = kit(BLOCKS)
+    child.send_signal(signal.SIGTERM)
+    _is_one_line(child, tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_the_kit_does_not_outlive_a_command_that_is_killed(kit, tmp_path):
+    child = kit(BLOCKS)
+    child.kill()
+    out, errors = child.communicate(timeout=30)  # the end of what the kit prints into
+    assert "VERDICT" not in out
+    assert "CONFORM" not in out
+    assert errors == ""
+
+
+#: A call that neither lets go of the interpreter nor is interrupted.
+_KEEPS = """
+            import ctypes, signal
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            ctypes.PyDLL(None).sleep(60)"""
+
+
+@pytest.mark.timeout(60)
+def test_the_second_ctrl_c_ends_a_kit_that_keeps_the_interpreter(kit, tmp_path):
+    child = kit(BLOCKS.replace("threading.Event().wait()", _KEEPS))
+    os.killpg(child.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert errors.splitlines()[-1].startswith("kvbaton: interrupted again: forced to stop")
 
 
 def _wait_for_file(path: Path, child: subprocess.Popen[str]) -> None:

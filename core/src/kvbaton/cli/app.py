@@ -555,8 +555,8 @@ def conformance_command(
 ) -> None:
     """Judge a connector by the contract, clause by clause.
 
-    Exit status 0 where it conforms, 1 where it does not, 2 where there is nothing to judge, 3 where a part of the suite
-    (-k) has passed, which is no verdict.
+    Exit status 0 where it conforms, 1 where it does not, 2 where there is nothing to judge or the report cannot be
+    written, 3 where a part of the suite (-k) has passed, which is no verdict, 130 after Ctrl-C or SIGTERM.
     """
     _begin(debug)
     with explained(debug=debug):

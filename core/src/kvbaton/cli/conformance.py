@@ -20,6 +20,8 @@ from typing import Any
 
 from kvbaton.cli.devices import present
 from kvbaton.cli.faults import BAD_INPUT, FAILED, INTERRUPTED, OK, say
+from kvbaton.cli.folder import ready
+from kvbaton.cli.interrupt import Interrupt
 from kvbaton.cli.memory import REMEDIES, memory_kind
 from kvbaton.connector import Need
 from kvbaton.control import private_directory
@@ -52,14 +54,21 @@ class Order:
     keep_going: bool = False
 
 
-def command(order: Order, report: Path) -> list[str]:
-    """The pytest command for an order; ``report`` is where its verdict is written."""
+#: What a report says of the verdict, which none of an earlier run may do.
+_VERDICT = ("conformance.html", "conformance.json", "badge.md")
+
+
+def command(order: Order, report: Path, lifeline: int) -> list[str]:
+    """The pytest command for an order.
+
+    ``report``: where its verdict is written.  ``lifeline``: a pipe, inherited, whose other end is this process's alone.
+    """
     words = [
         sys.executable, "-P", "-m", "pytest", "--pyargs", "kvbaton_conformance.run",
         # nothing of the caller's: neither its configuration nor its conftest files nor its cache
         "-c", os.devnull, "--rootdir", ".", "--noconftest", "-p", "no:cacheprovider", "--strict-markers",
         "-W", "error", "-v" if order.verbose else "-q", "--color", "yes" if sys.stdout.isatty() else "no",
-        "--tb", "short", "--conformance-command", "--connector", order.connector,
+        "--tb", "short", "--conformance-command", str(lifeline), "--connector", order.connector,
         "--conformance-report", str(report), "--conformance-level", order.level,
     ]  # fmt: skip
     for key, value in order.options.items():
@@ -84,22 +93,24 @@ def command(order: Order, report: Path) -> list[str]:
 def judge(order: Order) -> int:
     """Run the suite and say the verdict.
 
-    The exit status: 0 conforms; 1 does not; 2 there was nothing to judge; 3 no verdict, because only a part was looked
-    at and nothing in it failed, which is 0 where ``order.partial`` says that this is meant; 130 after Ctrl-C.
+    The exit status: 0 conforms; 1 does not; 2 there was nothing to judge, or the report could not be written at the
+    end; 3 no verdict, because only a part was looked at and nothing in it failed, which is 0 where ``order.partial``
+    says that this is meant; 130 after Ctrl-C or SIGTERM.
 
-    Raises :class:`~kvbaton.errors.ConfigurationError` where the kit is not installed or the connector cannot be chosen.
+    Raises :class:`~kvbaton.errors.ConfigurationError` where the kit is not installed, the connector cannot be chosen or
+    the report cannot be written.
     """
     if importlib.util.find_spec("kvbaton_conformance") is None:
         raise ConfigurationError("the conformance kit is not installed: pip install kvbaton-conformance")
     _look(order)
-    with ExitStack() as stack:
+    with Interrupt() as interrupt, ExitStack() as stack:
         private = private_directory.make(None)
         stack.callback(private.remove)
         folder = str(private.path)
-        report = (order.report or Path(folder, "report")).resolve()
-        report.mkdir(parents=True, exist_ok=True)
+        report = order.report or Path(folder, "report")
+        ready("--report", report, _VERDICT)
+        report = report.resolve()
         verdict_file = report / "conformance.json"
-        verdict_file.unlink(missing_ok=True)
         environment = {
             name: value for name, value in os.environ.items()
             if name not in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")
@@ -109,13 +120,20 @@ def judge(order: Order) -> int:
         if ":" in order.connector:
             paths.append(str(Path.cwd()))
         environment["PYTHONPATH"] = os.pathsep.join(paths)
+        lifeline, held = os.pipe()
+        stack.callback(os.close, held)
         # held back here until it is waited for, and there, which inherits that, until pytest ends in order on it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            process = subprocess.Popen(
-                command(order, report), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                pass_fds=(private.lock,),  # so that the folder is in use for as long as it runs
-            )  # fmt: skip
+            try:
+                process = subprocess.Popen(
+                    command(order, report, lifeline), cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                    # the lock, so that the folder is in use for as long as it runs
+                    pass_fds=(private.lock, lifeline),
+                )  # fmt: skip
+            finally:
+                os.close(lifeline)
+            interrupt.forced = process.kill
             status = _wait(process, before)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -158,7 +176,7 @@ def _look(order: Order) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], mask: Collection[int]) -> int:
-    """Its exit status.  Ctrl-C reaches the whole group: pytest ends its tests, and is waited for.
+    """Its exit status.  On Ctrl-C or SIGTERM pytest ends its tests, and is waited for; a second one forces.
 
     ``mask``: the signals that are held back meanwhile.
     """
@@ -168,8 +186,7 @@ def _wait(process: subprocess.Popen[bytes], mask: Collection[int]) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             status = process.wait()
         except KeyboardInterrupt:
-            if interrupted:
-                process.kill()
             interrupted = True
+            process.terminate()  # Ctrl-C has reached the whole group, any other signal this process alone
         else:
             return INTERRUPTED if interrupted else status

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,6 +26,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        #: Called before the second Ctrl-C ends this process; it must not wait.
+        self.forced: Callable[[], object] = lambda: None
         self._noting = False
         self._before: dict[int, Any] = {}
         self._bell, self._ringer = os.pipe()
@@ -65,6 +68,7 @@ class Interrupt:
             say("interrupted again: forced to stop without waiting for what is under way")
             sys.stdout.flush()
             # no clean-up that could wait: spawned stages see their death pipe close
+            self.forced()
             os._exit(INTERRUPTED)
         self.requested = True
         self.wake()
