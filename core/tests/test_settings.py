@@ -304,6 +304,7 @@ def test_unreadable_and_invalid_files(tmp_path, toml):
     assert "Is a directory" in str(fault(tmp_path))
     broken = toml('model = "m"\n[transfer\n')
     assert str(fault(broken)).startswith(f"{broken}:2 is not valid TOML: ")
+    assert "quotes" not in str(fault(broken))
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "it is not UTF-8 text" in str(fault(binary))
@@ -312,6 +313,21 @@ def test_unreadable_and_invalid_files(tmp_path, toml):
     assert "must hold a table" in str(fault(listing))
     listing.write_text("{\n,}")
     assert str(fault(listing)).startswith(f"{listing}:2 is not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("model = smollm2", 'model = "smollm2"'),
+        ("model=/models/a b  # the best", 'model = "/models/a b"'),
+        ("serve.listen = 127.0.0.1:8000", 'serve.listen = "127.0.0.1:8000"'),
+    ],
+)
+def test_text_without_quotes_is_told_with_its_line_and_how_to_write_it(toml, line, meant):
+    file = toml(f"# mine\n{line}\n")
+    told = str(fault(file))
+    assert told.startswith(f"{file}:2 is not valid TOML: ")
+    assert told.endswith(f". Text is written in quotes: {meant}")
 
 
 # -- documentation -----------------------------------------------------------------------------------------------------

@@ -657,7 +657,9 @@ def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
         named = re.search(r"line (\d+)", str(error))
         at = f":{named[1]}" if named else ""
         raise SettingsError(
-            f"{path}{at} is not valid {kind}: {error}", key="", origin=Origin("file", f"{path}{at}")
+            f"{path}{at} is not valid {kind}: {error}{_unquoted(text, named) if kind == 'TOML' else ''}",
+            key="",
+            origin=Origin("file", f"{path}{at}"),
         ) from error
     if not isinstance(tree, dict):
         raise SettingsError(
@@ -675,8 +677,17 @@ def _from_file(path: Path) -> dict[tuple[str, ...], _Given]:
     return result
 
 
+def _unquoted(text: str, named: re.Match[str] | None) -> str:
+    """What to write on that line of TOML, where it gives a key text without quotes."""
+    lines = text.splitlines()
+    number = int(named[1]) if named else 0
+    found = _BARE.match(lines[number - 1]) if 0 < number <= len(lines) else None
+    return f'. Text is written in quotes: {found[1]} = "{found[2]}"' if found else ""
+
+
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+_BARE = re.compile(rf"""^\s*({_KEY}(?:\s*\.\s*{_KEY})*)\s*=\s*([^\s"'\[{{#][^"'#]*?)\s*(?:#.*)?$""")
 _ASSIGNED = re.compile(rf"^\s*({_KEY}(?:\s*\.\s*{_KEY})*)\s*=")
 
 

@@ -2,12 +2,13 @@
 
 The "model" answers with the words of the prompt in reverse order, one token per step; its tokens are words.  What a
 prompt says steers it: ``refuse``, ``overlong``, ``fail``, ``differ``, ``slow`` (never ends by itself); so does the name
-of the model: ``absent``, ``late``, ``crash``, ``bug``, ``sleepy`` (start-up takes for ever), ``stuck`` (aborting has no
-effect).
+of the model: ``absent``, ``late``, ``crash``, ``bug``, ``open-files``, ``sleepy`` (start-up takes for ever), ``stuck``
+(aborting has no effect).
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 import types
@@ -59,6 +60,12 @@ class FakeRuntime:
             raise StartupError("prefill-0 did not start: no such model") from ModelNotFound("no such model")
         if settings.model == "late":
             raise StartupError("prefill-0 did not start in time")
+        if settings.model == "open-files":
+            raise StartupError("prefill-0 cannot be started: Too many open files") from OSError(
+                errno.EMFILE, "Too many"
+            )
+        if settings.model == "open-files-elsewhere":
+            raise OSError(errno.EMFILE, "Too many open files")
         if settings.model == "bug":
             raise ZeroDivisionError("a bug")
         if settings.model == "sleepy":

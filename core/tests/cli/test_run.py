@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -202,6 +203,14 @@ def test_debug_shows_the_traceback(kvbaton):
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
     assert result.stderr.endswith("kvbaton: prefill-0 did not start in time\n")
+
+
+@pytest.mark.parametrize("model", ["open-files", "open-files-elsewhere"])
+def test_the_want_of_open_files_is_one_line_with_what_to_raise(kvbaton, model):
+    result = kvbaton("run", "--model", model, "--prompt", "x")
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert re.search(r"Too many open files\. A process may have \d+ files open here: raise that with ulimit -n", line)
 
 
 def test_a_bug_keeps_its_traceback(kvbaton):
