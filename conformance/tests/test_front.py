@@ -400,6 +400,7 @@ def test_a_report_that_cannot_be_written_is_told_before_any_test(judge, tmp_path
 #: Ctrl-C comes in a destructor, which drops it.
 DROPPED = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a shell
 
 class Hides:
     def __del__(self):

@@ -882,8 +882,9 @@ def _not_written(session: pytest.Session, error: OSError) -> None:
     kit = session.config.stash[KIT]
     kit.unwritten = kit.unwritten or str(refused(flag, folder, error))
     session.exitstatus = pytest.ExitCode.USAGE_ERROR
-    with contextlib.suppress(OSError):  # half a report is none
-        (folder / "conformance.json").unlink()
+    for name in REPORT:  # half a report is none
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
 
 
 def _close(kit: Kit) -> list[str]:

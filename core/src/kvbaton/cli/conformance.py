@@ -54,10 +54,6 @@ class Order:
     keep_going: bool = False
 
 
-#: What a report says of the verdict, which none of an earlier run may do.
-_VERDICT = ("conformance.html", "conformance.json", "badge.md")
-
-
 def command(order: Order, report: Path, lifeline: int) -> list[str]:
     """The pytest command for an order.
 
@@ -108,7 +104,7 @@ def judge(order: Order) -> int:
         stack.callback(private.remove)
         folder = str(private.path)
         report = order.report or Path(folder, "report")
-        ready("--report", report, _VERDICT)
+        ready("--report", report, ["conformance.json"])
         report = report.resolve()
         verdict_file = report / "conformance.json"
         environment = {
