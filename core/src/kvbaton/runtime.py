@@ -290,11 +290,11 @@ class PDRuntime:
     ) -> Profiling:
         """Begin a profiling session: each stage profiles its engine's thread, and writes a file when it is stopped.
 
-        ``directory`` is made (0700) where it is missing; where it is there it must be yours alone, and on each stage's
-        own host.  ``seconds``: after so many it ends by itself, 3600 at most.  ``tools``: ``python`` is cProfile, whose
-        files are ``STAGE-EPOCH-SESSION.prof`` (from Python 3.12 on it sees all threads of the process, and a process
-        has one session at a time); ``engine`` is what the engine itself offers, the transformers engine a trace by
-        torch's profiler.  ``stages``: the names of those that take part; all by default.
+        ``directory`` is made (0700) where it is missing, in a folder that is there; where it is there it must be yours
+        alone, and on each stage's own host.  ``seconds``: after so many it ends by itself, 3600 at most.  ``tools``:
+        ``python`` is cProfile, whose files are ``STAGE-EPOCH-SESSION.prof`` (from Python 3.12 on it sees all threads of
+        the process, and a process has one session at a time); ``engine`` is what the engine itself offers, the
+        transformers engine a trace by torch's profiler.  ``stages``: the names of those that take part; all by default.
 
         Returns once every stage has answered, or ``deadline.control`` has passed; whatever went wrong at one stage is
         in :attr:`Profiling.stages` and does not keep the others from it.  Raises

@@ -205,6 +205,14 @@ def test_debug_shows_the_traceback(kvbaton):
     assert result.stderr.endswith("kvbaton: prefill-0 did not start in time\n")
 
 
+def test_a_folder_for_profiles_in_one_that_is_not_there_is_refused_before_anything_runs(kvbaton, fake, tmp_path):
+    mistyped = tmp_path / "mistyped"
+    result = kvbaton(*PROMPT, "x", "--profile", str(mistyped / "p"))
+    told = f"kvbaton: the profiles cannot be written to {mistyped / 'p'}: there is no directory {mistyped}\n"
+    assert (result.exit_code, result.stderr, fake.log) == (2, told, [])
+    assert not mistyped.exists()
+
+
 @pytest.mark.parametrize("model", ["open-files", "open-files-elsewhere"])
 def test_the_want_of_open_files_is_one_line_with_what_to_raise(kvbaton, model):
     result = kvbaton("run", "--model", model, "--prompt", "x")

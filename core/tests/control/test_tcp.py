@@ -97,7 +97,7 @@ def test_a_secret_key_that_others_can_use_is_refused(folder, mode):
         load_pair(folder, "prefill-0")
 
 
-def test_keys_that_are_missing_or_no_keys_are_refused(folder):
+def test_keys_that_are_missing_or_no_keys_are_refused(folder, tmp_path):
     with pytest.raises(ConfigurationError, match=r"kvbaton keys .* decode-1"):
         load_pair(folder, "decode-1")
     (folder / "decode-0.key").write_text('public-key = "short"\n')
@@ -108,6 +108,8 @@ def test_keys_that_are_missing_or_no_keys_are_refused(folder):
         load_allowed(folder, NAMES)
     with pytest.raises(ConfigurationError, match="cannot be the name"):
         make_keys(folder, ["../prefill-0"])
+    with pytest.raises(ConfigurationError, match=f"there is no directory {tmp_path / 'mistyped'}$"):
+        make_keys(tmp_path / "mistyped" / "keys", ["prefill-0"])
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------

@@ -502,6 +502,13 @@ def test_a_directory_of_somebody_else_is_refused(short_tmp, monkeypatch):
         ZmqCoordinatorChannels(directory=short_tmp)
 
 
+def test_a_directory_in_one_that_is_not_there_is_refused_and_not_made(short_tmp):
+    mistyped = short_tmp / "mistyped"
+    with pytest.raises(ConfigurationError, match=f"cannot be made: there is no directory {mistyped}. Set control.dir"):
+        ZmqCoordinatorChannels(directory=mistyped / "a")
+    assert not mistyped.exists()
+
+
 def test_a_link_in_place_of_the_directory_is_refused(short_tmp):
     real, link = short_tmp / "real", short_tmp / "link"
     real.mkdir(mode=0o700)

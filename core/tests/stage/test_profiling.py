@@ -78,7 +78,7 @@ def files(answer: tuple[Any, str | None]) -> list[Path]:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return tmp_path / "new" / "profiles"
+    return tmp_path / "profiles"
 
 
 @pytest.mark.clause("C9.2")
@@ -197,6 +197,7 @@ def test_a_directory_that_is_not_private_or_not_one_is_refused_before_anything_i
         (file, "cannot be written to"),
         (file / "below", "cannot be written to"),
         (link, "is not a directory"),
+        (tmp_path / "mistyped" / "below", f"there is no directory {tmp_path / 'mistyped'}"),
     ):
         stage = Stage(Tracing())
         stage.start(directory, tools=["python", "engine"])

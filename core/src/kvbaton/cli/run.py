@@ -37,6 +37,12 @@ def run(
     ``profile`` is where the stages put their profiles, which costs no request anything but time.
     Raises :class:`~kvbaton.errors.KvbatonError` where nothing could be run.
     """
+    # stages of other hosts make it there
+    if profile is not None and settings.stages.launch != "remote" and not profile.absolute().parent.is_dir():
+        raise SettingsError(
+            f"the profiles cannot be written to {profile}: there is no directory {profile.parent}",
+            key="profile", origin=None,
+        )  # fmt: skip
     screen = screen_for(quiet=as_object)
     try:
         with Interrupt() as interrupt:

@@ -41,7 +41,8 @@ class KeyPair:
 
 
 def make_keys(folder: Path, names: Sequence[str]) -> list[Path]:
-    """A fresh pair for each of ``names`` in ``folder``, which is made (0700) if it is not there; the files' paths.
+    """A fresh pair for each of ``names`` in ``folder``; the files' paths.  The folder is made (0700) if it is not
+    there, in one that is.
 
     No file that exists is overwritten: a pair in use would be lost.  Secret files have mode 0600 from the start.
     Raises: ConfigurationError with the reason; pairs before the one that failed were made.
@@ -49,7 +50,7 @@ def make_keys(folder: Path, names: Sequence[str]) -> list[Path]:
     _require_curve()
     made: list[Path] = []
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         for name in names:
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(
@@ -73,7 +74,8 @@ def make_keys(folder: Path, names: Sequence[str]) -> list[Path]:
             finally:
                 private.remove()
     except OSError as error:
-        raise ConfigurationError(f"keys cannot be made in {folder}: {error}", path=str(folder)) from error
+        why = str(error) if folder.is_dir() else private_directory.why_not_made(folder, error)
+        raise ConfigurationError(f"keys cannot be made in {folder}: {why}", path=str(folder)) from error
     return made
 
 

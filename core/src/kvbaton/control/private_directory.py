@@ -47,17 +47,17 @@ class PrivateDirectory:
 def make(base: Path | None) -> PrivateDirectory:
     """A fresh directory with mode 0700 below ``base``, or below the user's runtime or temporary folder.
 
-    ``base`` is made (0700) if it does not exist; if it does it must be private too.  Directories of this user's dead
-    processes in the same place are removed.  The caller removes what is returned.
+    ``base`` is made (0700) if it does not exist, in a folder that does; if it does it must be private too.
+    Directories of this user's dead processes in the same place are removed.  The caller removes what is returned.
     Raises: ConfigurationError with the reason.
     """
     if base is not None:
         try:
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            base.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigurationError(
-                f"the control directory {base} cannot be made: {error}. Set control.dir to a folder of yours, or unset"
-                " it.",
+                f"the control directory {base} cannot be made: {why_not_made(base, error)}. Set control.dir to a folder"
+                " of yours, or unset it.",
                 directory=str(base),
             ) from error
         check(base)
@@ -73,6 +73,13 @@ def make(base: Path | None) -> PrivateDirectory:
             " that you can write to.",
             directory=str(parent),
         ) from error
+
+
+def why_not_made(directory: Path, error: OSError) -> str:
+    """Why ``directory`` could not be made: above all that what it is to lie in, mistyped perhaps, is not there."""
+    if not directory.parent.is_dir():
+        return f"there is no directory {directory.parent}"
+    return error.strerror or str(error)
 
 
 def locked(parent: Path, prefix: str = "") -> PrivateDirectory:

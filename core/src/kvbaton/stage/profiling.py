@@ -205,7 +205,7 @@ class _Profile:
     def _prepare(self) -> None:
         """A directory of ours alone, in which a file can be made: what fails later has disturbed for nothing."""
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._directory.mkdir(mode=0o700, exist_ok=True)
             wrong = private_directory.wrong(self._directory)
             if wrong is None:
                 probe = self._directory / f"{self._name}.probe"
@@ -213,7 +213,8 @@ class _Profile:
                 probe.unlink()
         except OSError as error:
             raise ProfilingError(
-                f"the directory {self._directory} cannot be written to: {error.strerror or error}"
+                f"the directory {self._directory} cannot be written to:"
+                f" {private_directory.why_not_made(self._directory, error)}"
             ) from error
         if wrong is not None:
             raise ProfilingError(
