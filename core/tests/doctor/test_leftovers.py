@@ -298,7 +298,7 @@ def test_a_kits_run_has_a_folder_that_is_known_for_its_own(places, monkeypatch):
     monkeypatch.setattr(conformance, "_look", lambda order: None)
     monkeypatch.setattr(tempfile, "tempdir", str(places.folders[0]))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(conformance, "command", lambda order, report: [sys.executable, "-c", ""])
+    monkeypatch.setattr(conformance, "command", lambda order, report, lifeline: [sys.executable, "-c", ""])
     monkeypatch.setattr(conformance, "_wait", lambda process, _: (made.append(fates(places)), process.wait())[1])
     conformance.judge(conformance.Order("x"))
     ((name, fate),) = made[0].items()
