@@ -6,6 +6,7 @@ Item numbers are those of the page.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -574,11 +575,13 @@ def lines_run(action: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what others left behind would be finalised in between, and counted
     sys.settrace(trace)
     try:
         action()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
