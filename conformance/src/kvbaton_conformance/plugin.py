@@ -203,12 +203,15 @@ class _CtrlC:
             self._interrupt().serve(self._config.getoption("--conformance-command"))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection(self) -> Generator[None, Any, Any]:
-        return (yield from self._phase())
+    def _phase(self) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        finally:
+            if self._kit.interrupt is not None:
+                self._kit.interrupt.check()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtestloop(self) -> Generator[None, Any, Any]:
-        return (yield from self._phase())
+    pytest_collection = pytest_runtestloop = _phase
+    pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _phase
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -216,18 +219,6 @@ class _CtrlC:
             return (yield)
         with self._interrupt().heard():
             return (yield from self._phase())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self) -> Generator[None, Any, Any]:
-        return (yield from self._phase())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
-        return (yield from self._phase())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
-        return (yield from self._phase())
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         if excinfo.type is not KeyboardInterrupt:
@@ -254,13 +245,6 @@ class _CtrlC:
 
             self._kit.interrupt = Interrupt()
         return self._kit.interrupt
-
-    def _phase(self) -> Generator[None, Any, Any]:
-        try:
-            return (yield)
-        finally:
-            if self._kit.interrupt is not None:
-                self._kit.interrupt.check()
 
 
 def command_line_devices(config: pytest.Config) -> tuple[int, ...]:
