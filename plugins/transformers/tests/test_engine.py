@@ -153,6 +153,28 @@ def test_seeded_sampling_repeats_and_differs_between_seeds() -> None:
     assert ids(serve(made, requests[:1])[0]) == first
 
 
+@pytest.mark.clause("C3.5", "A1")
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "fp8"}, {"loops": Loops(max_depth=3, threshold=0.6)}])
+def test_an_engine_is_what_it_is_whatever_dtype_the_process_has_for_default(
+    options: dict[str, Any], default: torch.dtype
+) -> None:
+    """The default is the process's, and transformers sets it while another stage's thread builds a model."""
+
+    def served() -> Any:
+        settings = TransformersOptions(**{"block_tokens": 4, "blocks": 64, "batching": "isolated"} | options)
+        made = plugin.open_engine("tiny-llama", settings, Role.COLOCATED, None)
+        outputs = serve(made, [ask(9), ask(13, 1, temperature=1.0, seed=5)])
+        return made.geometry, [(ids(output), [d for step in output for d in step.exit_depths]) for output in outputs]
+
+    expected, before = served(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert served() == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("layout", list(Layout))
 def test_looped_models_report_an_exit_depth_per_token(layout: Layout) -> None:
     made = engine(tiny_looped(layout=layout), batching="isolated")
