@@ -191,6 +191,47 @@ def test_unequal_runs_are_cut_into_even_pieces(scatter, lengths):
     assert plan.rows <= total // scatter.MIN_PIECE + len(lengths)
 
 
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize(
+    ("length", "count", "rows"),
+    [
+        (32 << 10, 8192, 8), (32 << 10, 8 * 132 * 4, 8), (32 << 10, 8 * 132 * 4 - 1, 2), (16 << 10, 8192, 2),
+        (64 << 10, 2 * 132 * 4, 2), (64 << 10, 2 * 132 * 4 - 1, 1), (256 << 10, 8192, 8), (257 << 10, 8192, 1),
+    ],
+)  # fmt: skip
+def test_alike_runs_are_moved_several_at_a_time_where_each_program_has_its_share(scatter, length, count, rows):
+    """So that the table, which is in the host's memory, is read in few reads and early."""
+    offset = np.arange(count) * length
+    plan = scatter.plan(np.stack((offset, offset, np.full(count, length))), 132, origins=(1 << 40, 1 << 41))
+    assert plan.tile_rows == rows
+    assert rows == 1 or (plan.per, plan.piece) == (1, length)
+
+
+@pytest.mark.clause("T12")
+@pytest.mark.parametrize(("others", "rows"), [(29136, 8), (29120, 1)])
+def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, others, rows):
+    """A tile takes as many steps as the longest of all runs needs: of these all but one are an eighth shorter, or
+    more."""
+    length = np.full(8192, others)
+    length[77] = 32 << 10
+    offset = np.arange(8192) * (32 << 10)
+    assert scatter.plan(np.stack((offset, offset, length)), 132, origins=(1 << 40, 1 << 41)).tile_rows == rows
+
+
+@pytest.mark.clause("T3")
+def test_long_runs_several_at_a_time_go_where_they_should(scatter):
+    """In tiles of eight and of two rows, in many steps, the last rows of both by themselves and shorter than others."""
+    for count, programs, rows in ((35, 1, 8), (35, 2, 2)):
+        length = np.full(count, 20_480)
+        length[[3, count - 1]] = 17_000 // 16 * 16
+        order = np.random.default_rng(1).permutation(count)
+        reads, writes = np.arange(count) * 20_512, order * 20_496
+        given_runs = Runs(length, reads, writes, count * 20_512 + 64)
+        expected = given_runs.expected()
+        assert run(scatter, given_runs, programs).tile_rows == rows
+        assert np.array_equal(given_runs.target, expected)
+
+
 def test_alike_misaligned_ends_move_in_vectors(scatter):
     """Only the bytes before and after alignment go by themselves."""
     start = np.array([(1 << 40) + 5], np.int64)

@@ -37,6 +37,11 @@ MIN_PIECE, MAX_PIECE = 1 << 14, 1 << 18
 NARROW_PIECE = 1 << 12
 #: Pieces that a program should get, so that all end at about the same time.
 _SHARE = 4
+#: Rows of a tile of alike runs that are longer than :data:`MIN_PIECE`, where there are enough: with more rows the table
+#: is read in fewer and longer reads and earlier, which is what counts where something else uses the host's memory.
+_TOGETHER = (8, 2, 1)
+#: By what part of all bytes alike runs may be shorter than the longest: a tile takes as many steps as that needs.
+_UNEVEN = 8
 _NARROW_ROWS, _NARROW_BYTES = 16, 128
 _WORDS = dict(TILES)
 
@@ -202,7 +207,9 @@ def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, i
     """Bytes of a piece, pieces of the longest run, and rows of a tile, for aligned runs."""
     if longest > MIN_PIECE:
         piece = min(MAX_PIECE, max(MIN_PIECE, 1 << (total // (programs * _SHARE)).bit_length()))
-        return piece, -(-longest // piece), 1
+        alike = longest <= piece and longest * count <= total + total // _UNEVEN
+        rows = next(rows for rows in _TOGETHER if rows == 1 or (alike and count >= rows * programs * _SHARE))
+        return (piece, -(-longest // piece), 1) if rows == 1 else (longest, 1, rows)
     return longest, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
 
 
