@@ -428,6 +428,43 @@ def test_ctrl_c_that_a_destructor_drops_ends_the_run_by_the_doors_of_pytest_too(
     assert "PytestUnraisableExceptionWarning" not in output
 
 
+#: Ctrl-C comes in a destructor in a phase of the first test, by name; and what bodies run is said.
+DROPPED_IN = """
+import os, signal
+import pytest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Hides:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+@pytest.fixture(autouse=True)
+def phases():
+    {setup}
+    yield
+    {teardown}
+
+def pytest_pyfunc_call(pyfuncitem):
+    print("BODY of", pyfuncitem.name)
+    {body}
+
+def pytest_runtest_logreport(report):
+    print("REPORT of", report.when, report.outcome)
+"""
+
+
+@pytest.mark.parametrize("phase", ["setup", "body", "teardown"])
+def test_ctrl_c_that_was_dropped_ends_the_run_at_the_end_of_its_phase(judge, tmp_path, phase):
+    """Not a phase later: nothing is made of one that was torn."""
+    where = dict.fromkeys(("setup", "body", "teardown"), "pass") | {phase: "Hides()"}
+    (tmp_path / "conftest.py").write_text(DROPPED_IN.format(**where))
+    status, output = judge(MINE, *ONE.split(), "-s", "-W", "error")
+    assert status == 2, output
+    assert ("BODY of" in output) == (phase != "setup")
+    reports = [line.rpartition("REPORT of ")[2] for line in output.splitlines() if "REPORT of" in line]
+    assert reports == {"setup": [], "body": ["setup passed"], "teardown": ["setup passed", "call passed"]}[phase]
+
+
 def test_a_run_without_conformance_tests_is_left_alone(judge):
     status, output = judge("def test_other(): pass")
     assert status == 0
