@@ -54,8 +54,9 @@ def compiled(ptx=USUAL, **about):
     return SimpleNamespace(asm={"ptx": ptx}, function=77, metadata=SimpleNamespace(**{**plain, **about}))
 
 
-def by_hand(plan, table, *, longest_of=None):
-    """What the kernel should do; ``longest_of``: how far the rows of a program's ``tile`` are moved."""
+def by_hand(plan, table, *, longest_of=None, most=None):
+    """What the kernel should do; ``longest_of``: how far the rows of a program's ``tile`` are moved; ``most``: how far
+    any aligned row is."""
     source, target, length = table.numpy()[:, : plan.rows]
     tiles = -(-plan.wide // plan.tile_rows)
     for row in range(plan.rows):
@@ -65,6 +66,8 @@ def by_hand(plan, table, *, longest_of=None):
             bound = int(length[: plan.wide][tile * plan.tile_rows : (tile + 1) * plan.tile_rows].max())
             width = 8 * dict(scatter.TILES)[plan.tile_rows]
             end = min(end, -(-bound // width) * width)
+        if row < plan.wide and most is not None:
+            end = min(end, most)
         ctypes.memmove(plan.origins[1] + int(target[row]), plan.origins[0] + int(source[row]), end)
     assert tiles > plan.programs, "a program that has one tile shows little"
 
@@ -96,7 +99,7 @@ def test_a_proof_sees_a_byte_at_either_end(rows, words, away):
 
 
 @pytest.mark.clause("T3")
-@pytest.mark.parametrize(("rows", "words"), [tile for tile in scatter.TILES if 8 * tile[1] < scatter.MIN_PIECE])
+@pytest.mark.parametrize(("rows", "words"), [tile for tile in scatter.TILES if tile[0] > 1])
 def test_a_proof_sees_lengths_that_are_another_tiles(rows, words):
     """As Triton 3.6.0 compiled a kernel that asked for the longest of each tile: those of its program's first."""
     proof = Proof(rows, words, "cpu")
@@ -104,6 +107,22 @@ def test_a_proof_sees_lengths_that_are_another_tiles(rows, words):
     assert not proof.holds()
     proof.by(lambda plan, table: by_hand(plan, table, longest_of=lambda tile, programs: tile))
     assert proof.holds()
+
+
+@pytest.mark.clause("T3")
+@pytest.mark.parametrize(("rows", "words"), scatter.TILES)
+def test_a_proof_sees_that_only_the_first_step_of_a_row_was_moved(rows, words):
+    """Alike runs of up to 256 KiB go by tiles of eight and of two rows."""
+    proof = Proof(rows, words, "cpu")
+    proof.by(lambda plan, table: by_hand(plan, table, most=8 * words))
+    assert not proof.holds()
+
+
+@pytest.mark.clause("T3")
+def test_a_proof_sees_that_only_the_first_piece_of_a_row_was_moved():
+    proof = Proof(*scatter.TILES[0], "cpu")
+    proof.by(lambda plan, table: by_hand(plan, table, most=plan.piece))
+    assert not proof.holds()
 
 
 @pytest.mark.clause("T12")

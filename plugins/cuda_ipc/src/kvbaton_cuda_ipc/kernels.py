@@ -144,16 +144,18 @@ def _by_triton(plan: scatter.Plan, table: Any, stream: int, _address: int) -> No
 
 class Proof:
     """Runs that show whether a kernel for such tiles moves what it should, and nothing else: of lengths from one vector
-    to many tiles' worth, several tiles for each program, short ones first; and some that are not aligned."""
+    to what takes a tile three steps, or tiles of one row two pieces of two steps each; several tiles for each program,
+    short ones first; and some that are not aligned."""
 
     def __init__(self, rows: int, words: int, device: str = "cuda") -> None:
         import torch
 
         draw = np.random.default_rng(rows)
         width = 8 * words
-        longest = min(3 * width // 2, scatter.MIN_PIECE) if rows > 1 else 3 * width
+        longest = 3 * width
         lengths = draw.integers(1, longest // 16, 13 * rows // 2 + 6, endpoint=True) * 16
         lengths[: 2 * rows] = 16
+        lengths[-1] = longest
         lengths = np.append(lengths, (1, 37, 4111))
         order = draw.permutation(len(lengths))
         spans = lengths + 48
@@ -171,11 +173,14 @@ class Proof:
         self._target = torch.empty_like(self._source)
         runs = self._source.data_ptr() + reads, self._target.data_ptr() + writes, lengths
         plan = scatter.plan(np.stack(runs), 2)
+        # for lengths this unequal another tile would be chosen, and no pieces; each has to be right for any lengths
+        per = 2 if rows == 1 else 1
+        plan = plan._replace(per=per, piece=longest // per, tile_rows=rows)
         # some are not aligned, so that it is planned in addresses; what the kernel adds to places is to be seen, too
         origins = self._source.data_ptr() - 48, self._target.data_ptr() + 32
         plan.table[:2] -= np.array(origins).reshape(2, 1)
         self._plan = plan._replace(origins=origins)
-        assert self._plan.tile_rows == rows
+        assert plan.table[2, : plan.wide].max() == longest, "a run was cut"
         table = torch.from_numpy(self._plan.table)
         self._table = table.pin_memory() if self._target.is_cuda else table  # where a mover's are, too
         #: The table's.
