@@ -69,9 +69,9 @@ class LoopedModel(nn.Module):
         self._takes = cache_argument(decoder)
         hidden = decoder.config.get_text_config().hidden_size
         generator = torch.Generator().manual_seed(options.gate_seed)
-        # The normed hidden state has unit mean square, so scores are about standard normal.  In float32, and said so:
-        # an exit must not depend on the rounding of a low-precision product more than it has to, and what is drawn must
-        # not on torch's default dtype, which is the process's: transformers sets it while a thread builds a model.
+        # The normed hidden state has unit mean square, so scores are about standard normal.  In float32: an exit must
+        # not depend on the rounding of a low-precision product more than it has to.  Said so, for torch's default dtype
+        # is the process's, and transformers sets it while another thread builds a model.
         weight = torch.randn(hidden, generator=generator, dtype=torch.float32) / hidden**0.5
         self.gate = nn.Parameter(weight.to(decoder.device), requires_grad=False)
 
