@@ -197,6 +197,7 @@ def test_unequal_runs_are_cut_into_even_pieces(scatter, lengths):
     [
         (32 << 10, 8192, 8), (32 << 10, 8 * 132 * 4, 8), (32 << 10, 8 * 132 * 4 - 1, 2), (16 << 10, 8192, 2),
         (64 << 10, 2 * 132 * 4, 2), (64 << 10, 2 * 132 * 4 - 1, 1), (256 << 10, 8192, 8), (257 << 10, 8192, 1),
+        (32 << 10, 32 * 132 * 4, 8),
     ],
 )  # fmt: skip
 def test_alike_runs_are_moved_several_at_a_time_where_each_program_has_its_share(scatter, length, count, rows):
@@ -210,8 +211,8 @@ def test_alike_runs_are_moved_several_at_a_time_where_each_program_has_its_share
 @pytest.mark.clause("T12")
 @pytest.mark.parametrize(("others", "rows"), [(29136, 8), (29120, 1)])
 def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, others, rows):
-    """A tile takes as many steps as the longest of all runs needs: of these all but one are an eighth shorter, or
-    more."""
+    """A tile takes as many steps as the longest of all runs needs: of these all but one are a ninth shorter, by which
+    an eighth of the bytes is missing, or more."""
     length = np.full(8192, others)
     length[77] = 32 << 10
     offset = np.arange(8192) * (32 << 10)

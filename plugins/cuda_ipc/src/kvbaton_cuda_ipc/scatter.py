@@ -5,7 +5,8 @@ that no program has more to do than another, and sorts what is aligned to 16 byt
 former moves in vectors of 16 bytes, the latter byte by byte.  Of a run whose two ends are equally far from alignment
 only the few bytes before and after go by themselves.
 
-A program takes a tile, so many rows and so many bytes of each; tiles for long and for short runs are compiled apart.
+A program takes a tile, so many rows and so many bytes of each; tiles of one row, which may be a piece of a long run,
+and of several, each a whole run, are compiled apart.
 The number of programs is whatever the launch has: each takes every so manieth tile, and reads its rows of the table
 one tile ahead, so that the table may lie in the host's memory.
 """
@@ -40,7 +41,8 @@ _SHARE = 4
 #: Rows of a tile of alike runs that are longer than :data:`MIN_PIECE`, where there are enough: with more rows the table
 #: is read in fewer and longer reads and earlier, which is what counts where something else uses the host's memory.
 _TOGETHER = (8, 2, 1)
-#: By what part of all bytes alike runs may be shorter than the longest: a tile takes as many steps as that needs.
+#: Runs are alike where, if all were as long as the longest, there would be more bytes by this part of all at most: a
+#: tile takes as many steps as the longest needs.
 _UNEVEN = 8
 _NARROW_ROWS, _NARROW_BYTES = 16, 128
 _WORDS = dict(TILES)
@@ -78,7 +80,7 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
 
     # -- aligned: vectors of 16 bytes.  Names are used once, for the compiler's sake
     word = tl.arange(0, tile_words)
-    if tile_rows == 1:  # long runs, each in `per` pieces
+    if tile_rows == 1:  # one at a time, each in `per` pieces
         items = wide * per
         index = first % wide
         source = tl.load(table + index, mask=first < items, other=0)
@@ -100,7 +102,7 @@ def _scatter(  # type: ignore[no-untyped-def]  # noqa: ANN202 - the compiler rea
                 values = tl.load(reads + at, mask=at < words)
                 tl.store(writes + at, values, mask=at < words)
             source, target, length = next_source, next_target, next_length
-    else:  # short runs, several at a time
+    else:  # several at a time, none of them cut
         row = first * tile_rows + tl.arange(0, tile_rows)
         sources = tl.load(table + row, mask=row < wide, other=0)
         targets = tl.load(table + rows + row, mask=row < wide, other=0)
