@@ -42,7 +42,8 @@ _SHARE = 4
 #: is read in fewer and longer reads and earlier, which is what counts where something else uses the host's memory.
 _TOGETHER = (8, 2, 1)
 #: Runs are alike where, if all were as long as the longest, there would be more bytes by this part of all at most: a
-#: tile takes as many steps as the longest needs.
+#: tile takes as many steps as the longest needs.  And by so much more rows at most there may be, had the last round of
+#: tiles one for each program.
 _UNEVEN = 8
 _NARROW_ROWS, _NARROW_BYTES = 16, 128
 _WORDS = dict(TILES)
@@ -210,9 +211,15 @@ def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, i
     if longest > MIN_PIECE:
         piece = min(MAX_PIECE, max(MIN_PIECE, 1 << (total // (programs * _SHARE)).bit_length()))
         alike = longest <= piece and longest * count <= total + total // _UNEVEN
-        rows = next(rows for rows in _TOGETHER if rows == 1 or (alike and count >= rows * programs * _SHARE))
+        rows = next(rows for rows in _TOGETHER if rows == 1 or (alike and _is_shared(count, rows * programs)))
         return (piece, -(-longest // piece), 1) if rows == 1 else (longest, 1, rows)
     return longest, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
+
+
+def _is_shared(count: int, at_once: int) -> bool:
+    """Whether so many rows, of which so many are moved at once, give each program its share, and in the last round few
+    have nothing to do."""
+    return count >= at_once * _SHARE and -(-count // at_once) * at_once <= count + count // _UNEVEN
 
 
 def _written(parts: tuple[Columns, ...], room: Callable[[int], Table]) -> Table:
