@@ -362,8 +362,8 @@ class ControlSettings(_Group):
     )
     heartbeat: Seconds = Field(
         default=10.0,
-        description="A stage whose process answers no heartbeat for about so many seconds (stopped, or its host"
-        " gone) is lost; over TCP also a coordinator.",
+        description="A stage whose process answers no heartbeat for so many seconds (stopped, or its host gone) is"
+        " lost, which is noticed up to a quarter later; over TCP also a coordinator.",
     )
     listen: TcpAddress | None = Field(
         default=None,

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -378,9 +379,40 @@ def test_a_stopped_process_is_lost_by_its_heartbeat(zmq_links):
         os.waitpid(pid, 0)
 
 
+@pytest.mark.clause("C6.4")
+def test_a_process_is_not_lost_before_it_has_answered_nothing_for_a_whole_heartbeat(zmq_links):
+    """One that stands still for less, on a machine that is busy, goes on; and the cause that is told is true."""
+    heartbeat = 1.0
+    coordinator = zmq_links.coordinator(heartbeat=heartbeat)
+    coordinator.add(PEER)
+
+    def answer(stage):
+        while True:
+            stage.wait(60.0)
+            for _ in stage.receive():
+                stage.send(Stop())
+
+    began = time.monotonic()
+    pid = stage_process(coordinator.ticket(PEER), answer)
+    try:
+        zmq_links.gather(coordinator, 1)
+        while True:  # to a moment at which no heartbeat has just been sent
+            asked = time.monotonic()
+            coordinator.send(PEER, zmq_links.message(1))
+            assert zmq_links.gather(coordinator, 1) == [Received(PEER, Stop())]
+            if asked - began > 0.3 * heartbeat:
+                break
+        os.kill(pid, signal.SIGSTOP)
+        assert zmq_links.gather(coordinator, 1) == [ChannelLost(PEER, "its connection ended")]
+        assert time.monotonic() - asked >= heartbeat
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_a_stage_that_only_computes_keeps_its_channel(zmq_links):
     """ZeroMQ's own thread answers the heartbeat."""
-    coordinator = zmq_links.coordinator(heartbeat=0.1)
+    coordinator = zmq_links.coordinator(heartbeat=0.3)
     coordinator.add(PEER)
 
     def compute(stage):

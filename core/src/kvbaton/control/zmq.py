@@ -70,6 +70,9 @@ _LONGEST_SOCKET_PATH: Final = 107
 #: Over a frame of more than this many times the limit ZeroMQ ends the connection; up to there it is read and counted.
 _HARD_LIMIT_FACTOR: Final = 4
 
+#: Heartbeats sent in the time that one may stay unanswered.
+_QUESTIONS: Final = 4
+
 #: Frames handled in one ``receive``, so that a flood leaves its caller time for other things.
 _FRAMES_PER_PASS: Final = 4096
 
@@ -327,8 +330,9 @@ class ZmqCoordinatorChannels:
 
     ``directory``: a private folder to make the socket's own directory in (None: the user's runtime or temporary
     folder).  ``max_message``: bytes of one message.  ``heartbeat``: a connected stage whose process answers nothing for
-    about this many seconds is lost.  ``linger``: seconds that ``close`` gives what was sent to leave.  ``listen``: take
-    stages of other hosts there, in place of stages of this host in a directory.
+    so many seconds is lost, and none sooner; it is noticed up to a quarter later.  ``linger``: seconds that ``close``
+    gives what was sent to leave.  ``listen``: take stages of other hosts there, in place of stages of this host in a
+    directory.
 
     Ownership: a ZeroMQ context with one input-output thread, one socket (two with keys), one directory; all are gone
     after ``close``.
@@ -943,10 +947,11 @@ def _routing_id(peer: PeerId, secret: str) -> bytes:
 
 
 def _send_heartbeats(socket: zmq.Socket[bytes], seconds: float) -> None:
-    # half the time to ask, half to wait for the answer; no time to live for the other end (see above)
-    socket.heartbeat_ivl = max(1, int(seconds * 500))
-    socket.heartbeat_timeout = max(1, int(seconds * 500))
-    socket.heartbeat_ttl = 0
+    # who has said nothing for so long after it was asked is gone, and nobody sooner: to ask again meanwhile changes
+    # nothing of that, and how often that is done is what an end may be noticed later
+    socket.heartbeat_ivl = max(1, int(seconds * 1000 / _QUESTIONS))
+    socket.heartbeat_timeout = max(1, int(seconds * 1000))
+    socket.heartbeat_ttl = 0  # no time to live for the other end (see above)
 
 
 def _check_socket(path: Path) -> None:
