@@ -133,7 +133,12 @@ plugin = Plugin()
 
 
 @pytest.mark.parametrize(
-    ("where", "reason"), [("file", "it is not a directory"), ("/proc/r", "No such file or directory")]
+    ("where", "reason"),
+    [
+        ("file", "it is not a directory"),
+        ("/proc/r", "No such file or directory"),
+        ("mistyped/out", "there is no directory {folder.parent}"),
+    ],
 )
 def test_a_report_that_cannot_be_written_is_told_before_any_test(kvbaton, tmp_path, monkeypatch, where, reason):
     (tmp_path / "file").touch()
@@ -141,7 +146,8 @@ def test_a_report_that_cannot_be_written_is_told_before_any_test(kvbaton, tmp_pa
     folder = tmp_path / where
     result = kvbaton("conformance", "loopback", "--report", str(folder))
     assert result.exit_code == 2
-    assert result.stderr == f"kvbaton: --report {folder}: it cannot be written: {reason}\n"
+    assert result.stderr == f"kvbaton: --report {folder}: it cannot be written: {reason.format(folder=folder)}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_report_that_cannot_be_written_at_the_end_is_told_after_the_verdict(kvbaton, tmp_path, monkeypatch, capfd):

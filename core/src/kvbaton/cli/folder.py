@@ -6,18 +6,23 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvbaton.control.private_directory import why_not_made
 from kvbaton.errors import SettingsError
 
 
 def ready(flag: str, folder: Path, names: Iterable[str]) -> None:
-    """Make the folder where it is not there, see that a file can be written in it, and remove files of these names.
+    """Make the folder where it is not there, in one that is; see that a file can be written in it, and remove files of
+    these names.
 
     Raises :class:`~kvbaton.errors.SettingsError`, which names ``flag``.
     """
     try:
         if folder.exists() and not folder.is_dir():
             raise refused(flag, folder, "it is not a directory")
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError as error:
+            raise refused(flag, folder, why_not_made(folder, error)) from error
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvbaton-") as probe:
             probe.write(b"!")
         for name in names:
