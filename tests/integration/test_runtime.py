@@ -317,12 +317,23 @@ def test_start_up_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         gate.wait(20)
         return open_engine(*arguments)
 
+    class Release(logging.Handler):
+        """The stages go on once they were given up, however long that takes here."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "stopping what was started" in record.getMessage():
+                gate.set()
+
     monkeypatch.setattr(plugin, "open", hang)
-    release = threading.Timer(1.0, gate.set)
-    release.start()
-    with pytest.raises(StartupError, match=r"prefill-0, decode-0 did not report within deadline\.startup of 0\.2 s"):
-        PDRuntime.start(settings(deadline__startup=0.2))
-    release.join()
+    log, release = logging.getLogger("kvbaton.service"), Release()
+    log.addHandler(release)
+    try:
+        with pytest.raises(
+            StartupError, match=r"prefill-0, decode-0 did not report within deadline\.startup of 0\.2 s"
+        ):
+            PDRuntime.start(settings(deadline__startup=0.2))
+    finally:
+        log.removeHandler(release)
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------
