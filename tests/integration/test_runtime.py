@@ -27,12 +27,14 @@ from kvbaton.errors import (
     LocalProtocolError,
     MessageError,
     ModelNotFound,
+    PluginError,
     PluginUnavailable,
     PromptTooLong,
     ProtocolViolation,
     RequestCancelled,
     RequestRefused,
     RuntimeClosed,
+    SettingsError,
     StartupError,
     TransferFailed,
 )
@@ -254,13 +256,47 @@ def test_more_than_may_wait_are_refused(slow_decode: threading.Event) -> None:
         assert [list(runtime.stream(key))[-1].finish_reason for key in keys] == ["length"] * 3
 
 
-def test_start_refuses_before_anything_runs() -> None:
+@pytest.mark.parametrize(
+    ("given", "error", "says", "looked"),
+    [
+        ({"model": "nothing"}, ModelNotFound, "nothing", True),
+        ({"transport__name": "lopback"}, PluginError, 'Did you mean "loopback"', False),
+        ({"transport__options": {"no-such": 1}}, PluginError, "no-such", False),
+        ({"stages__launch": "process"}, PluginUnavailable, "only within one process", True),
+        ({"trace__path": "no/such/trace.json"}, SettingsError, "there is no directory no/such", False),
+        ({"metrics__listen": "192.0.2.1:0"}, SettingsError, r"cannot listen at 192\.0\.2\.1:0", False),
+        (
+            {"transport__name": "example_stream", "stages__launch": "process", "control__dir": "no/such"},
+            ConfigurationError, "there is no directory no", True,
+        ),
+    ],
+    ids=lambda value: [*value][-1] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_start_refuses_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, object], error: type[KvbatonError], says: str,
+    looked: bool,
+) -> None:  # fmt: skip
+    """In silence, and what can be seen at once before the engine looks at the model, for which it imports much."""
+    monkeypatch.chdir(tmp_path)
+    check, models, said = plugin.check, list[str](), list[str]()
+
+    def checked(model: str, options: Any) -> None:
+        models.append(model)
+        check(model, options)
+
+    monkeypatch.setattr(plugin, "check", checked)
     before = threading.active_count()
-    with pytest.raises(ModelNotFound):
-        PDRuntime.start(settings(model="nothing"))
-    with pytest.raises(PluginUnavailable, match="only within one process"):
-        PDRuntime.start(settings(stages__launch="process"))
+    with pytest.raises(error, match=says):
+        PDRuntime.start(settings(**given), progress=said.append)
+    assert (said, bool(models)) == ([], looked)
     assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_begins_with_where_the_metrics_are_and_how_the_stages_run() -> None:
+    said: list[str] = []
+    with PDRuntime.start(settings(metrics__listen="0"), progress=said.append) as runtime:
+        assert said[:2] == [f"metrics at {runtime.metrics_url}", "transport loopback, stages as threads"]
 
 
 @pytest.mark.clause("C6.2", "C6.3")

@@ -74,6 +74,7 @@ def start(*arguments: str) -> Served:
     for line in process.stderr:
         said.append(line)
         if "serving" in line:
+            assert "listening at" in said[0]
             # what it says from here on must not fill the pipe; it is read at the end
             return Served(process, line.split(" at ")[1].split("/v1")[0])
     raise AssertionError(f"it ended with {process.wait(30)}: {''.join(said)}")
@@ -91,6 +92,27 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up, "the condition did not come true"
         threading.Event().wait(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "smolm2"), 'no model "smolm2"'),
+        (("--model", MODEL, "--transport", "lopback"), 'no transport "lopback"'),
+        (("--model", MODEL, "--trace", "no/such/trace.json"), "there is no directory no/such"),
+        (("--model", MODEL, "--set", "metrics.listen=192.0.2.1:0"), "cannot listen at 192.0.2.1:0"),
+    ],
+)
+def test_what_is_refused_is_all_that_is_said(arguments: tuple[str, ...], says: str) -> None:
+    """Nobody is told that it listens."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "serve", "--listen", "127.0.0.1:0", *arguments],
+        text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert says in done.stderr
+    assert done.stderr.startswith("kvbaton: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")

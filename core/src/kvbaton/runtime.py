@@ -22,6 +22,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -87,34 +88,34 @@ class PDRuntime:
     ) -> PDRuntime:
         """Launch the stages, connect them, and return when requests may be added.
 
-        ``progress`` is told in words what is going on.  ``connector`` takes the place of ``transport.name`` (stages
-        in one process only).  Raises a :class:`~kvbaton.errors.ConfigurationError` before anything is started, or
+        ``progress`` is told in words what is going on, and nothing before the settings were accepted.  ``connector``
+        takes the place of ``transport.name`` (stages in one process only).  Raises a
+        :class:`~kvbaton.errors.ConfigurationError` before that, when no stage was started, or
         :class:`~kvbaton.errors.StartupError` after everything was stopped again.
         """
         set_level(settings.log)
         engine, options = choose_engine(settings.engine)
         if connector is None:
-            options_of(settings, "transport")  # a misspelt one costs no import of what the engine computes with
-        engine.check(settings.model, options)
+            options_of(settings, "transport")
+        # what can be looked at in no time comes before the model: for that the engine imports what it computes with
         observed = _metrics(settings, hooks)
         traces = _traces(settings, hooks)
-        spans = _spans(settings, hooks)
-        own = [observer for observer in (*observed, *traces, *spans) if observer not in hooks]
-        observers = Hooks([*hooks, *own])
-        observers.add_installed()
-        say = progress or (lambda text: None)
-        listening = None
-        try:
+        with ExitStack() as undo:
+            listening = None
+            opening: list[str] = []
             if settings.metrics.listen is not None:
                 listening = observed[0].listen(settings.metrics.listen)
-                say(f"metrics at {listening.url}")
-            service = Service.start(settings, observers, say, connector)
-        except BaseException:
-            if listening is not None:
-                listening.close()
+                undo.callback(listening.close)
+                opening.append(f"metrics at {listening.url}")
+            engine.check(settings.model, options)
+            spans = _spans(settings, hooks)
             for exporter in spans:
-                exporter.close()
-            raise
+                undo.callback(exporter.close)
+            own = [observer for observer in (*observed, *traces, *spans) if observer not in hooks]
+            observers = Hooks([*hooks, *own])
+            observers.add_installed()
+            service = Service.start(settings, observers, progress or (lambda text: None), connector, opening)
+            undo.pop_all()
         runtime = cls(service, lambda: engine.tokenizer(settings.model, options))
         runtime._listening = listening
         for metrics in observed:

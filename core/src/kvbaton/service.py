@@ -185,6 +185,7 @@ class Service:
         progress: Callable[[str], None],
         connect: Callable[[], tuple[CoordinatorChannels, Launcher]],
         specs: Sequence[StageSpec],
+        opening: Sequence[str] = (),
     ) -> None:
         self.deliver: Callable[[RequestOutput], None] = lambda output: None
         self.delivered: Callable[[], None] = lambda: None
@@ -194,6 +195,8 @@ class Service:
         self._settings = settings
         self._hooks = hooks
         self._show = progress
+        #: What is shown first, once ``connect`` has refused nothing.
+        self._opening = opening
         self._connect = connect
         self._specs = specs
         #: The built-in policy behind ``routing.policy``, an observer like any other.
@@ -261,11 +264,15 @@ class Service:
 
     @classmethod
     def start(
-        cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None
-    ) -> Service:
-        """Launch, connect, return when ready.  Raises what :meth:`PDRuntime.start` does."""
+        cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None,
+        opening: Sequence[str] = (),
+    ) -> Service:  # fmt: skip
+        """Launch, connect, return when ready.  Raises what :meth:`PDRuntime.start` does.
+
+        ``opening`` is what ``progress`` is told first, once the settings were accepted.
+        """
         if settings.stages.launch == "remote":
-            return cls._start_remote(settings, hooks, progress, connector)
+            return cls._start_remote(settings, hooks, progress, connector, opening)
         placement = choose_placement(settings, connector)
         transport = settings.transport
         if transport.name == "auto":
@@ -295,17 +302,17 @@ class Service:
                 log_level=logging.getLogger("kvbaton").getEffectiveLevel(),
             )  # fmt: skip
 
-        service = cls(settings, hooks, progress, connect, specs)
-        service._progress(
-            f"transport {placement.plugin.name}, stages as {'threads' if placement.launch == 'inproc' else 'processes'}"
-        )
+        what = "threads" if placement.launch == "inproc" else "processes"
+        about = f"transport {placement.plugin.name}, stages as {what}"
+        service = cls(settings, hooks, progress, connect, specs, (*opening, about))
         service._await_ready()
         return service
 
     @classmethod
     def _start_remote(
-        cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None
-    ) -> Service:
+        cls, settings: Settings, hooks: Hooks, progress: Callable[[str], None], connector: ConnectorPlugin | None,
+        opening: Sequence[str],
+    ) -> Service:  # fmt: skip
         """Stages that operators start on their hosts: listen, and return when all have joined and are connected."""
         if connector is not None:
             raise LocalProtocolError("a connector object does not travel to another host; name one in transport.name")
@@ -329,9 +336,9 @@ class Service:
             )
             return sockets, RemoteLauncher(sockets, patience=settings.deadline.shutdown + _GRACE)
 
-        service = cls(settings, hooks, progress, connect, specs)
-        names = ", ".join(service.stages)
-        service._progress(f"transport {settings.transport.name}, waiting at {control.listen} for {names}")
+        names = ", ".join(spec.name for spec in specs)
+        about = f"transport {settings.transport.name}, waiting at {control.listen} for {names}"
+        service = cls(settings, hooks, progress, connect, specs, (*opening, about))
         service._await_ready()
         return service
 
@@ -620,6 +627,8 @@ class Service:
             self._over.set()
             self._ready.set_exception(error)
             return
+        for text in self._opening:
+            self._progress(text)
         try:
             self._loop(launcher)
         except BaseException as error:

@@ -23,12 +23,15 @@ def serve(settings: Settings) -> int:
     from kvbaton.serve.server import Server
 
     with Interrupt() as interrupt, Server(settings, interrupt.wake) as server:
+        # said with the first that is heard of the runtime: what the settings have wrong is refused before that
+        unsaid = [f"listening at {server.url}; requests are answered 503 until the stages are up"]
 
         def progress(text: str) -> None:
             server.progress(text)
+            while unsaid:
+                say(unsaid.pop())
             say(text)
 
-        say(f"listening at {server.url}; requests are answered 503 until the stages are up")
         with PDRuntime.start(settings, hooks=server.hooks, progress=progress) as runtime:
             interrupt.note()  # from here until everything is closed
             server.attach(runtime)
