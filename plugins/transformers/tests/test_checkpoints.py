@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -292,6 +295,47 @@ def test_a_converted_gguf_file_is_not_read_again(gguf_source: Path, monkeypatch:
     monkeypatch.setattr(gguf.GGUFReader, "__init__", read)
     checkpoints.load(str(gguf_source))
     checkpoints.load_tokenizer(str(gguf_source))
+
+
+def old_file(path: Path) -> tuple[Path, str]:
+    """One whose digest is remembered, and that."""
+    path.write_bytes(b"weights")
+    os.utime(path, (1e9, 1e9))
+    return path, hashlib.sha256(b"weights").hexdigest()
+
+
+@pytest.mark.clause("C3.5")
+def test_a_digest_is_never_read_half_written(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of one process load side by side: what one has still to write is not what the other puts in place."""
+    path, digest = old_file(tmp_path / "weights")
+    replace, both = Path.replace, threading.Barrier(2, timeout=20)
+    names: set[str] = set()
+
+    def held(self: Path, target: Path) -> Path:
+        names.add(self.name)
+        both.wait()  # each has written its own
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", held)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(checkpoints._file_digest, [path] * 2)) == [digest] * 2
+    assert len(names) == 2
+    [memo] = (cache / "digests").iterdir()
+    assert memo.read_text() == digest
+    memo.write_text("0" * 64)
+    assert checkpoints._file_digest(path) == "0" * 64, "it is what is remembered"
+
+
+@pytest.mark.clause("C3.5")
+@pytest.mark.parametrize("left", [b"", b"0123", b"\xff" * 64], ids=["nothing", "less", "rubbish"])
+def test_what_is_no_digest_is_not_taken_for_one(cache: Path, tmp_path: Path, left: bytes) -> None:
+    """A machine that went down leaves a file empty whose name was changed before."""
+    path, digest = old_file(tmp_path / "weights")
+    assert checkpoints._file_digest(path) == digest
+    [memo] = (cache / "digests").iterdir()
+    memo.write_bytes(left)
+    assert checkpoints._file_digest(path) == digest
+    assert memo.read_text() == digest
 
 
 def test_who_waited_for_a_conversion_uses_it(gguf_source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -58,6 +59,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 _TINY = dict(zip(sources.TINY, (tiny_llama_config, tiny_qwen_config), strict=True))
 
 _log = logging.getLogger(__name__)
+
+#: SHA-256 as it is written.
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 #: The form of converted checkpoints; another number leaves old ones unused.
 _CONVERSION = 1
@@ -429,14 +433,22 @@ def _file_digest(path: Path) -> str:
     key = f"{path.resolve()}\0{status.st_size}\0{status.st_ino}\0{status.st_mtime_ns}"
     memo = cache_folder() / "digests" / hashlib.sha256(key.encode()).hexdigest()
     with contextlib.suppress(OSError):
-        return memo.read_text()
+        known = memo.read_text(errors="replace")
+        if _DIGEST.fullmatch(known):  # a disk that was full, or a machine that went down, may have left less
+            return known
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # A file changed this recently may change again within one tick of the clock.
     if time.time_ns() - status.st_mtime_ns > 2_000_000_000:
         with contextlib.suppress(OSError):
             memo.parent.mkdir(parents=True, exist_ok=True)
-            scratch = memo.with_name(f"{memo.name}.{os.getpid()}")
-            scratch.write_text(digest)
-            scratch.replace(memo)
+            # a name of its own: stages of one process load side by side, and one that still writes must not be read
+            descriptor, name = tempfile.mkstemp(prefix=memo.name, dir=memo.parent)
+            try:
+                with os.fdopen(descriptor, "w") as scratch:
+                    scratch.write(digest)
+                Path(name).replace(memo)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
     return digest
