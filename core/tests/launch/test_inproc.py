@@ -1,6 +1,7 @@
 """What only threads have: kills are requests, and a thread that hangs cannot be ended."""
 
 import threading
+import time
 
 import pytest
 
@@ -40,6 +41,32 @@ def test_a_thread_that_does_not_end_is_reported_by_close(threads, monkeypatch):
     finally:
         release.set()
         assert handle.join(20.0)
+
+
+@pytest.mark.clause("C6.4")
+def test_a_thread_has_ended_only_once_it_is_over(threads, monkeypatch):
+    """Else it would count as one that cannot be joined, and what it may have written to would stay held."""
+    last_word, may_end = threading.Event(), threading.Event()
+    wake = threads.channels.wake
+
+    def held():
+        wake()
+        if threading.current_thread() is handle._thread:
+            last_word.set()
+            may_end.wait(60.0)
+
+    handle = threads.start("echo")
+    monkeypatch.setattr(threads.channels, "wake", held)
+    handle.kill()
+    assert last_word.wait(20.0)
+    threads.channels.wait(30.0)
+    threads.channels.receive()
+    assert list(threads.launcher.exited()) == []
+    may_end.set()
+    told = time.monotonic()
+    assert threads.exits(1) == [handle]
+    assert time.monotonic() - told < 20.0, "nobody was woken for it"
+    assert (handle.joined, handle.exit_status()) == (True, 7)
 
 
 def test_a_system_exit_is_a_status(threads, monkeypatch):

@@ -131,10 +131,12 @@ class InprocLauncher:
 
     def exited(self) -> Sequence[InprocHandle]:
         found = []
-        while self._exited:
-            # its last statement was to say so; what remains of the thread takes no time
-            self._exited[0].join(1.0)
+        # its last statement was to say so, and what remains of the thread takes no time; but where others hold the
+        # interpreter, or the process was stopped, that may not have come yet: then it is told with the next call
+        while self._exited and self._exited[0].join(1.0):
             found.append(self._exited.popleft())
+        if self._exited:
+            self._channels.wake()
         return found
 
     def report(self, handle: InprocHandle) -> None:
