@@ -290,7 +290,7 @@ def test_stages_may_be_there_before_their_coordinator(deploy: Any) -> None:
         deployed.until_said(name, "no coordinator answers at tcp://127.0.0.1")
     deployed.run("--prompt", "1 2 3", "--json")
     assert deployed.status("coordinator", 60) == 0, deployed.told()
-    assert deployed.answer()["requests"][0]["finish_reason"] == "length"
+    assert deployed.answer()["requests"][0]["finish_reason"] == "length", deployed.told()
     for name in ("prefill-0", "decode-0"):
         assert deployed.status(name, 20) == 0, deployed.told()
 
@@ -303,10 +303,10 @@ def test_a_stage_that_is_told_to_end_drains_and_is_gone_in_order(deploy: Any) ->
     deployed.busy()
     deployed.kill("prefill-0", signal.SIGTERM)
     assert deployed.status("prefill-0", 30) == 0, deployed.told()
-    assert "told to end by SIGTERM" in deployed.said("prefill-0")
+    assert "told to end by SIGTERM" in deployed.said("prefill-0"), deployed.told()
     assert deployed.status("coordinator", 60) == 3, deployed.told()
     said = deployed.said("coordinator")
-    assert "failed: " in said
+    assert "failed: " in said, deployed.told()
     assert "not fenced" not in said, "its last word was status 0, so that nothing of it is left"
     assert deployed.status("decode-0", 30) == 0, deployed.told()
 
@@ -320,8 +320,8 @@ def test_a_stage_that_dies_on_its_host_is_lost_and_not_fenced(deploy: Any) -> No
     deployed.kill("prefill-0", signal.SIGKILL)
     assert deployed.status("coordinator", 60) == 3, deployed.told()
     said = deployed.said("coordinator")
-    assert "C6.4: stage prefill-0 is lost" in said
-    assert "cannot be joined from here, so it is not fenced" in said
+    assert "C6.4: stage prefill-0 is lost" in said, deployed.told()
+    assert "cannot be joined from here, so it is not fenced" in said, deployed.told()
     assert deployed.status("decode-0", 30) in (0, 1), deployed.told()
 
 
@@ -338,9 +338,11 @@ def test_a_cable_that_is_cut_ends_both_sides_within_their_deadlines(
     ip("-n", second.prefix[-1], "link", "set", "kvb0", "down")
     assert deployed.status("coordinator", 60) == 3, deployed.told()
     said = deployed.said("coordinator")
-    assert "C6.4: stage decode-0 is lost: its connection ended, or it answered no heartbeat for 1.5 s" in said
+    assert "C6.4: stage decode-0 is lost: its connection ended, or it answered no heartbeat for 1.5 s" in said, (
+        deployed.told()
+    )
     assert deployed.status("decode-0", 30) in (0, 1), deployed.told()
-    assert "the connection to the coordinator ended" in deployed.said("decode-0")
+    assert "the connection to the coordinator ended" in deployed.said("decode-0"), deployed.told()
 
 
 @needs_nixl
@@ -377,8 +379,8 @@ def test_whoever_has_seen_to_it_says_that_a_lost_process_has_ended(deploy: Any) 
     deployed.start("prefill-0", "stage", "--config", str(deployed.config), "--name", "prefill-0")
     assert deployed.status("coordinator", 100) == 0, deployed.told()
     said = deployed.said("coordinator")
-    assert "confirmed [1, 0]" in said
-    assert "books of 2 stages balance" in said
+    assert "confirmed [1, 0]" in said, deployed.told()
+    assert "books of 2 stages balance" in said, deployed.told()
     assert deployed.status("decode-0", 30) == 0, deployed.told()
 
 
@@ -392,7 +394,7 @@ def test_a_stage_that_nobody_starts_again_is_waited_for_within_its_deadline(depl
     deployed.kill("prefill-0", signal.SIGKILL)
     deployed.until_said("coordinator", "no prefill stage is up and takes requests", 60)
     said = deployed.said("coordinator")
-    assert "deadline.startup of 8 s passed, and prefill-0 was not started again on its host" in said
+    assert "deadline.startup of 8 s passed, and prefill-0 was not started again on its host" in said, deployed.told()
 
 
 @pytest.mark.clause("C9.3")
@@ -401,7 +403,7 @@ def test_no_tcp_without_keys(tmp_path: Path, deploy: Any) -> None:
     deployed.config.write_text(deployed.config.read_text().replace("keys = ", "# "))
     deployed.run("--prompt", "1")
     assert deployed.status("coordinator", 30) == 2
-    assert "listen without keys" in deployed.said("coordinator")
+    assert "listen without keys" in deployed.said("coordinator"), deployed.told()
 
 
 @pytest.mark.clause("C9.3")
