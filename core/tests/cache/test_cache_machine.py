@@ -92,8 +92,8 @@ class CacheMachine(RuleBasedStateMachine):
         new = twin.real.blocks[len(twin.blocks) :]
         assert new[: len(shared)] == shared
         fresh = new[len(shared) :]
+        evicted = max(0, len(fresh) - self.free_count())  # before, since what is shared and was cached is not free
         self.cached = [block for block in self.cached if block not in shared]
-        evicted = max(0, len(fresh) - self.free_count())
         gone, self.cached = self.cached[:evicted], self.cached[evicted:]
         self.content = {history: block for history, block in self.content.items() if block not in gone}
         assert len(set(fresh)) == len(fresh)
@@ -312,3 +312,17 @@ class TestCacheMachine(CacheMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(
         max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
+
+
+@pytest.mark.clause("C3.1")
+def test_what_is_shared_makes_no_room_for_the_rest() -> None:
+    """All is cached: the prefix that is found is taken from there, and the rest evicts the oldest of what remains."""
+    machine = CacheMachine()
+    machine.start(total=3, planes=1)
+    machine.open(tokens=[0] * 6, growth=0, reuse=None, importing=True)
+    machine.complete_import(index=0)
+    machine.free(index=0)
+    machine.open(tokens=[0] * 3, growth=0, reuse=None, importing=False)
+    machine.books_are_exact()
+    machine.sequences_agree()
+    machine.teardown()
