@@ -48,6 +48,21 @@ def test_decoders_with_full_attention_are_supported(supported: PretrainedConfig)
 
 
 @pytest.mark.parametrize(
+    ("family", "deviation"), [(config("Llama", initializer_range=0.3), 0.3), (config("OPT", init_std=0.3), 0.3)]
+)
+def test_random_weights_have_the_deviation_that_their_configuration_names(
+    family: PretrainedConfig, deviation: float
+) -> None:
+    weights = random_model(family, 0).get_input_embeddings().weight
+    assert 0.9 * deviation < float(weights.std()) < 1.1 * deviation
+
+
+def test_a_family_that_names_no_deviation_gets_the_usual_one() -> None:
+    family = config("Rwkv", attention_hidden_size=32, context_length=32)
+    assert 0.018 < float(random_model(family, 0).get_input_embeddings().weight.std()) < 0.022
+
+
+@pytest.mark.parametrize(
     ("unsupported", "reason"),
     [
         (config("Mistral", num_key_value_heads=2, sliding_window=8), "sliding-window"),

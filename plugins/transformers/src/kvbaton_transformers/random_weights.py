@@ -9,6 +9,8 @@ from kvbaton_transformers.support import BUILDING
 
 #: In the tiny models every byte is a token, so that text needs no vocabulary file.
 BYTES = 256
+#: Where a family's configuration has the deviation of new weights.
+_DEVIATIONS = ("initializer_range", "init_std")
 
 
 @torch.no_grad()
@@ -17,13 +19,15 @@ def random_model(
 ) -> PreTrainedModel:
     """A causal model of ``config`` with random weights, in ``eval`` mode and without gradients, built on ``device``.
 
-    Matrices and biases are normal with deviation ``config.initializer_range``, norms as the model's own code sets
-    them.  Equal seed, dtype and kind of device give equal weights, whatever else draws random numbers meanwhile.
+    Matrices and biases are normal with the deviation that ``config`` names (``initializer_range``, or ``init_std`` in
+    older families, else 0.02, which is what most name), norms as the model's own code sets them.  Equal seed, dtype and
+    kind of device give equal weights, whatever else draws random numbers meanwhile.
     """
     with BUILDING, torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    std = config.get_text_config().initializer_range
+    text = config.get_text_config()
+    std = next((getattr(text, name) for name in _DEVIATIONS if hasattr(text, name)), 0.02)
     for name, parameter in model.named_parameters():  # tied ones once
         if parameter.dim() > 1 or name.endswith("bias"):
             parameter.normal_(0.0, std, generator=generator)
