@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
@@ -31,6 +32,7 @@ from kvbaton.errors import (
     PromptTooLong,
     RequestRefused,
     SettingsError,
+    UnsupportedModel,
 )
 from kvbaton.identity import TransferId, new_transfer_id
 from kvbaton.reservation import Reservation
@@ -38,6 +40,7 @@ from kvbaton_transformers import Loops, TransformersOptions, plugin
 from kvbaton_transformers.checkpoints import ByteTokenizer, Checkpoint
 from kvbaton_transformers.engine import TransformersEngine
 from kvbaton_transformers.looped import Layout, LoopedModel
+from kvbaton_transformers.random_weights import random_model
 from kvbaton_transformers.testing import tiny_llama, tiny_looped, tiny_qwen
 
 
@@ -151,6 +154,19 @@ def test_seeded_sampling_repeats_and_differs_between_seeds() -> None:
     assert first == again != other
     made = engine(max_running=1, prefix_caching=False)
     assert ids(serve(made, requests[:1])[0]) == first
+
+
+@pytest.mark.clause("C8.1")
+def test_an_engine_whose_memory_was_not_had_is_closed_as_any_other() -> None:
+    """The head of this family looks into its decoder stack, which only what runs it can find."""
+    config = transformers.OPTConfig(
+        vocab_size=256, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    checkpoint = Checkpoint("opt", random_model(config, 0), {"weights": "none"}, frozenset())
+    made = TransformersEngine(checkpoint, TransformersOptions(block_tokens=4, blocks=8), Role.DECODE, ByteTokenizer)
+    with pytest.raises(UnsupportedModel, match="opt cannot be served: its logits cannot be computed"):
+        made.regions(None)
+    made.close()
 
 
 @pytest.mark.clause("C3.5", "A1")

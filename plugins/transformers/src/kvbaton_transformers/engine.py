@@ -163,11 +163,10 @@ class TransformersEngine:
 
     def _build(self, storage: PagedKV) -> None:
         options = self._options
-        self._storage = storage
-        self._runner = Runner(self._checkpoint.model, storage, Batching(options.batching))
-        whole = self._runner.chunk_invariant
+        runner = Runner(self._checkpoint.model, storage, Batching(options.batching))
+        whole = runner.chunk_invariant
         identity = repr(sorted(self._checkpoint.identity.items())).encode()
-        self._cache = KVCache(
+        cache = KVCache(
             blocks=self._spec.blocks,
             block_tokens=self._spec.block_tokens,
             planes=self._spec.planes,
@@ -186,16 +185,18 @@ class TransformersEngine:
             prefill_chunk=options.prefill_chunk if whole else None,
             max_batch_tokens=options.max_batch_tokens,
             max_running=options.max_running,
-            replay_singly=not whole or self._runner.batching is Batching.ISOLATED,
+            replay_singly=not whole or runner.batching is Batching.ISOLATED,
             draft_tokens=options.draft_tokens if speculates else 0,
         )
-        self._scheduler = Scheduler(self._cache, limits, self._place, self._may, self._draft if speculates else None)
+        self._scheduler = Scheduler(cache, limits, self._place, self._may, self._draft if speculates else None)
         # A2: P has nothing to sample with.
         self._generator = (
             None
             if self.role is Role.PREFILL
-            else Generator(self._runner, self._checkpoint.end_token_ids, self._open_tokenizer)
+            else Generator(runner, self._checkpoint.end_token_ids, self._open_tokenizer)
         )
+        # last: what could not be built holds nothing, and an engine without it is closed as any other
+        self._storage, self._runner, self._cache = storage, runner, cache
 
     def attach(self, callbacks: StageCallbacks) -> None:
         self._callbacks = callbacks
