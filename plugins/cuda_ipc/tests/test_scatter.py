@@ -176,7 +176,6 @@ def test_offsets_beyond_32_bits_are_kept(scatter):
     assert plan.table[2].max() <= plan.per * plan.piece
 
 
-@pytest.mark.clause("T12")
 @pytest.mark.parametrize(
     "lengths", [[64 << 20] + [16] * 65535, [16] * 65535 + [1 << 29, 1 << 28], [4096] * 65536, [1 << 30]]
 )
@@ -191,7 +190,6 @@ def test_unequal_runs_are_cut_into_even_pieces(scatter, lengths):
     assert plan.rows <= total // scatter.MIN_PIECE + len(lengths)
 
 
-@pytest.mark.clause("T12")
 @pytest.mark.parametrize(
     ("length", "count", "rows"),
     [
@@ -210,7 +208,6 @@ def test_alike_runs_are_moved_several_at_a_time_where_each_program_has_its_share
     assert rows == 1 or (plan.per, plan.piece) == (1, length)
 
 
-@pytest.mark.clause("T12")
 @pytest.mark.parametrize(("others", "rows"), [(29136, 8), (29120, 1)])
 def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, others, rows):
     """A tile takes as many steps as the longest of all runs needs: of these all but one are a ninth shorter, by which

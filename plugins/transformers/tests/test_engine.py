@@ -156,7 +156,6 @@ def test_seeded_sampling_repeats_and_differs_between_seeds() -> None:
     assert ids(serve(made, requests[:1])[0]) == first
 
 
-@pytest.mark.clause("C8.1")
 def test_an_engine_whose_memory_was_not_had_is_closed_as_any_other() -> None:
     """The head of this family looks into its decoder stack, which only what runs it can find."""
     config = transformers.OPTConfig(
