@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from kvbaton import PDRuntime, Request, SamplingParams, Settings, load, tracing
 from kvbaton.errors import RuntimeClosed, SettingsError, TraceNotWritten, TraceUnreadable
+from kvbaton.hooks import hookimpl
 from kvbaton.identity import PeerId, RequestKey, TransferId
 from kvbaton.observe import perfetto, timeline
 from kvbaton.observe.clock_offset import ClockOffset
@@ -285,12 +287,23 @@ def test_a_dead_stage_loses_only_what_was_not_read(tmp_path: Path) -> None:
     assert any(event["name"].startswith("Admit") for event in document["traceEvents"])
 
 
+class InTurn:
+    """To each decode stage in turn: the least loaded is the first for every request that ends before the next comes."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    @hookimpl
+    def kvbaton_choose_pair(self, pairs: Sequence[tuple[str, str]]) -> tuple[str, str]:
+        return pairs[next(self._count) % len(pairs)]
+
+
 def test_a_stage_that_is_killed_costs_the_trace_its_own_part_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     with PDRuntime.start(settings(
         stages__launch="process", stages__decode=2, transport__name=DATAGRAMS, recovery__mode="off",
         trace__path=str(path),
-    )) as runtime:  # fmt: skip
+    ), hooks=[InTurn()]) as runtime:  # fmt: skip
         serve(runtime, 8)
         (trace,) = runtime._traces
         trace._wake.set()  # what has happened so far is read now, not in a second
