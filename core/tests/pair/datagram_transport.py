@@ -138,7 +138,7 @@ class Connector(ConnectorBase):
             if word.what == "bye":
                 peers.append(PeerEvent(self.peers[name][0], False, True))
             if self.fault == "slow" and word.what == "bytes":
-                time.sleep(0.0005)
+                time.sleep(0.005)  # 1 MiB: a third of a second, which is more than a measurement repeats
         for _ in range(64):
             try:
                 word = msgspec.msgpack.decode(self.socket.recv(1 << 17), type=Word)

@@ -173,7 +173,8 @@ def _measure(way: Way, nbytes: int, room: int, bound: float) -> Measured:
     moved = _timed(lambda repeats: way.move(reads, writes, repeats=repeats, bound=bound), once)
     way.check(reads, writes)
     way.copy(reads, writes, bound=bound)
-    copied = _timed(lambda repeats: way.copy(reads, writes, repeats=repeats, bound=bound), moved)
+    plainly = way.copy(reads, writes, bound=bound)
+    copied = _timed(lambda repeats: way.copy(reads, writes, repeats=repeats, bound=bound), plainly)
     spent, plain = max(min(moved.received), 1e-9), max(min(copied.received), 1e-9)
     return Measured(
         nbytes, way.source, way.target, len(moved.received), spent, nbytes / spent, plain, nbytes / plain
