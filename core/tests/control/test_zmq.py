@@ -27,6 +27,8 @@ from kvbaton.messages import VERSION, Stop, encode, envelope
 
 PEER = PeerId("decode-0", 1000)
 GREETING = b"kvbaton/" + str(VERSION).encode()
+#: Seconds: a busy machine, too, lets a process answer within them.
+HEARTBEAT = 3.0
 
 
 @contextlib.contextmanager
@@ -367,7 +369,7 @@ def stage_process(ticket, body):
 
 @pytest.mark.clause("C6.4")
 def test_a_stopped_process_is_lost_by_its_heartbeat(zmq_links):
-    coordinator = zmq_links.coordinator(heartbeat=0.4)
+    coordinator = zmq_links.coordinator(heartbeat=HEARTBEAT)
     coordinator.add(PEER)
     pid = stage_process(coordinator.ticket(PEER), lambda stage: threading.Event().wait())
     try:
@@ -382,8 +384,7 @@ def test_a_stopped_process_is_lost_by_its_heartbeat(zmq_links):
 @pytest.mark.clause("C6.4")
 def test_a_process_is_not_lost_before_it_has_answered_nothing_for_a_whole_heartbeat(zmq_links):
     """One that stands still for less, on a machine that is busy, goes on; and the cause that is told is true."""
-    heartbeat = 1.0
-    coordinator = zmq_links.coordinator(heartbeat=heartbeat)
+    coordinator = zmq_links.coordinator(heartbeat=HEARTBEAT)
     coordinator.add(PEER)
 
     def answer(stage):
@@ -400,11 +401,11 @@ def test_a_process_is_not_lost_before_it_has_answered_nothing_for_a_whole_heartb
             asked = time.monotonic()
             coordinator.send(PEER, zmq_links.message(1))
             assert zmq_links.gather(coordinator, 1) == [Received(PEER, Stop())]
-            if asked - began > 0.3 * heartbeat:
+            if asked - began > 0.3 * HEARTBEAT:
                 break
         os.kill(pid, signal.SIGSTOP)
         assert zmq_links.gather(coordinator, 1) == [ChannelLost(PEER, "its connection ended")]
-        assert time.monotonic() - asked >= heartbeat
+        assert time.monotonic() - asked >= HEARTBEAT
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -412,7 +413,7 @@ def test_a_process_is_not_lost_before_it_has_answered_nothing_for_a_whole_heartb
 
 def test_a_stage_that_only_computes_keeps_its_channel(zmq_links):
     """ZeroMQ's own thread answers the heartbeat."""
-    coordinator = zmq_links.coordinator(heartbeat=0.3)
+    coordinator = zmq_links.coordinator(heartbeat=HEARTBEAT)
     coordinator.add(PEER)
 
     def compute(stage):
@@ -422,7 +423,8 @@ def test_a_stage_that_only_computes_keeps_its_channel(zmq_links):
     pid = stage_process(coordinator.ticket(PEER), compute)
     try:
         zmq_links.gather(coordinator, 1)
-        for _ in range(10):
+        by = time.monotonic() + 1.5 * HEARTBEAT
+        while time.monotonic() < by:
             coordinator.wait(0.1)
             assert coordinator.receive() == []
     finally:
