@@ -95,7 +95,8 @@ def test_stages_do_not_outlive_a_killed_application(tmp_path: Path, transport: s
     """They end once what is under way is over, or at their shutdown deadline.  No file stays."""
     if not _usable(transport):
         pytest.skip(f"{transport} cannot be used here")
-    shutdown, point = 4.0, Point.POSTED
+    # where nothing is waited for in vain no deadline passes, however busy the machine is
+    shutdown, point = 4.0 if busy else 40.0, Point.POSTED
     held = {"folder": str(tmp_path), "point": point.value}
     control = Path(tempfile.mkdtemp(prefix="kvbaton-kill-"))  # a short path: sockets take no long one
     settings = {
@@ -113,17 +114,17 @@ def test_stages_do_not_outlive_a_killed_application(tmp_path: Path, transport: s
         pids: dict[str, int] = json.loads(application.stdout.readline())
         try:
             _wait_until((tmp_path / point.value).exists, 20, "the request is held")
+            killed = time.monotonic()
             application.kill()
             application.wait()
-            killed = time.monotonic()
             if not busy:
                 assert not any(map(_ended, pids.values())), "what is under way is not left"
                 (tmp_path / GO).touch()
-            _wait_until(lambda: all(map(_ended, pids.values())), 2 * shutdown + 5, "the stages end")
+            _wait_until(lambda: all(map(_ended, pids.values())), shutdown + 30, "the stages end")
             took = time.monotonic() - killed
             assert busy or took < shutdown, "nothing was left to wait for"
-            assert not busy or took > shutdown - 0.5, "what was under way was left"
-            _wait_until(lambda: not any(control.iterdir()), 1, "the control directory is empty")
+            assert not busy or took > shutdown, "what was under way was left"
+            _wait_until(lambda: not any(control.iterdir()), 20, "the control directory is empty")
         finally:
             for pid in [pid for pid in pids.values() if not _ended(pid)]:
                 with contextlib.suppress(ProcessLookupError):
@@ -154,7 +155,7 @@ def test_a_stage_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
             "model": "scripted:1", "engine.name": "kvbaton_conformance.halt:engine", "engine.options": held,
             "transport.name": "kvbaton_conformance.halt:connector",
             "transport.options": {"named": "example_stream", **held}, "recovery.mode": "off",
-            "stages.launch": "process",
+            "stages.launch": "process", "control.heartbeat": 60.0, "deadline.prefill_start": 60.0,
         }
     )  # fmt: skip
     with PDRuntime.start(settings) as runtime:
@@ -165,4 +166,4 @@ def test_a_stage_that_ends_by_itself_is_quoted(tmp_path: Path) -> None:
     told = str(output.error)
     assert f"prefill-0 ended: exit status {STATUS}" in told
     assert f"prefill-0: {LAST_WORDS}" in told
-    assert took < 5  # every deadline and the heartbeat are longer
+    assert took < 20  # every deadline and the heartbeat are longer

@@ -189,7 +189,8 @@ def test_a_stage_whose_engine_is_busy_misses_the_deadline_and_its_profile_is_not
         assert "no reply within deadline.control" in str(session.stages["decode-0"].error)
         gate.set()
         assert list(runtime.stream(key))[-1].error is None
-        assert len(session.stop()["decode-0"].files) == 1, "it had begun since"
+        # a stop may come too late on a busy machine, too, and be asked for again
+        until(lambda: len(session.stop()["decode-0"].files) == 1, "it had begun since")
 
 
 @pytest.mark.clause("C9.2", "C6.2")
