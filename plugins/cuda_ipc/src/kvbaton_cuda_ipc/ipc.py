@@ -80,7 +80,7 @@ MAX_EXPECTED = 8192
 #: are more: one that stands still is told no more.
 MAX_UNHEARD = 1024
 #: What is started together, at most: nobody waits long for the first of it, and it fits a table that is there.
-GROUP_BYTES, GROUP_ROWS = 512 << 20, 8192
+GROUP_BYTES, GROUP_ROWS = 512 << 20, 16384
 #: Chunks that are started together at first: with fewer the device would begin some microseconds earlier, and stand
 #: still behind them.
 _TOGETHER = 3

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 #: Lanes of a connector.
 LANES = 2
 #: Tables that there are from the beginning, and the rows that each has room for.
-_TABLES, _ROWS = 64, 8192
+_TABLES, _ROWS = 64, 16384
 #: Views of a table that are remembered.
 _VIEWS = 64
 #: Programs of the kernel for each multiprocessor, unless told otherwise: more were not faster.

@@ -38,9 +38,11 @@ MIN_PIECE, MAX_PIECE = 1 << 14, 1 << 18
 NARROW_PIECE = 1 << 12
 #: Pieces that a program should get, so that all end at about the same time.
 _SHARE = 4
-#: Rows of a tile of alike runs that are longer than :data:`MIN_PIECE`, where there are enough: with more rows the table
-#: is read in fewer and longer reads and earlier, which is what counts where something else uses the host's memory.
+#: Rows of a tile of alike runs that are longer than :data:`MIN_PIECE`, where there are enough, and of shorter ones,
+#: none of which has more than so many bytes: with more rows the table is read in fewer and longer reads and earlier,
+#: which is what counts where something else uses the host's memory.
 _TOGETHER = (8, 2, 1)
+_SHORT_TOGETHER = ((32, 1 << 12), (8, MIN_PIECE))
 #: Runs are alike where, if all were as long as the longest, there would be more bytes by this part of all at most: a
 #: tile takes as many steps as the longest needs.  And by so much more rows at most there may be, had the last round of
 #: tiles one for each program.
@@ -208,18 +210,25 @@ def plan(
 
 def _pieces(total: int, longest: int, count: int, programs: int) -> tuple[int, int, int]:
     """Bytes of a piece, pieces of the longest run, and rows of a tile, for aligned runs."""
+    alike = longest * count <= total + total // _UNEVEN
     if longest > MIN_PIECE:
         piece = min(MAX_PIECE, max(MIN_PIECE, 1 << (total // (programs * _SHARE)).bit_length()))
-        alike = longest <= piece and longest * count <= total + total // _UNEVEN
+        alike = alike and longest <= piece
         rows = next(rows for rows in _TOGETHER if rows == 1 or (alike and _is_shared(count, rows * programs)))
         return (piece, -(-longest // piece), 1) if rows == 1 else (longest, 1, rows)
-    return longest, 1, next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
+    rows = next(rows for rows, words in reversed(TILES) if rows == 1 or total <= count * words * 8)
+    many = next(many for many, most in _SHORT_TOGETHER if longest <= most)
+    return longest, 1, many if many > rows and alike and _is_even(count, many * programs) else rows
 
 
 def _is_shared(count: int, at_once: int) -> bool:
-    """Whether so many rows, of which so many are moved at once, give each program its share, and in the last round few
-    have nothing to do."""
-    return count >= at_once * _SHARE and -(-count // at_once) * at_once <= count + count // _UNEVEN
+    """Whether so many rows, of which so many are moved at once, give each program its share, evenly."""
+    return count >= at_once * _SHARE and _is_even(count, at_once)
+
+
+def _is_even(count: int, at_once: int) -> bool:
+    """Whether in the last round few programs have nothing to do."""
+    return -(-count // at_once) * at_once <= count + count // _UNEVEN
 
 
 def _written(parts: tuple[Columns, ...], room: Callable[[int], Table]) -> Table:
