@@ -145,6 +145,21 @@ def test_of_launches_that_were_seen_to_be_over_nothing_is_kept(device, memory):
     assert len(used) == 1
 
 
+@pytest.mark.parametrize(("option", "programs", "double"), [(3, 3, False), (None, 5, True)])
+def test_programs_are_the_operators_or_what_the_device_has_and_twice_that(
+    device, memory, monkeypatch, option, programs, double
+):
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=5))
+    ours = DeviceMover(device, 0, option, 1 << 20)
+    asked = []
+    plan = ours._plan
+    monkeypatch.setattr(ours, "_plan", lambda *given: asked.append((given[1], given[-1])) or plan(*given))
+    ours.start(runs_of(memory, [1, 2]))
+    device.finish()
+    ours.close()
+    assert asked == [(programs, double)]
+
+
 @pytest.mark.clause("T3")
 @pytest.mark.parametrize("told_from_origins", [False, True])
 def test_long_runs_go_by_the_engine_and_the_others_by_the_kernel(device, memory, told_from_origins):

@@ -210,6 +210,30 @@ def test_alike_runs_are_moved_several_at_a_time_where_each_program_has_its_share
     assert rows == 1 or (plan.per, plan.piece) == (1, length)
 
 
+@pytest.mark.parametrize(
+    ("length", "nbytes", "programs"),
+    [
+        (1536 << 10, 192 << 20, 264), (1536 << 10, 126 << 20, 132),
+        (16 << 20, 128 << 20, 264), (16 << 20, 112 << 20, 132),
+        (64 << 10, 192 << 20, 264), (64 << 10, 384 << 20, 132), (4 << 10, 192 << 20, 132),
+    ],
+)  # fmt: skip
+def test_large_launches_of_few_rows_a_tile_may_have_twice_the_programs(scatter, length, nbytes, programs):
+    """And no others, nor any unless they may: that is the operator's bound."""
+    count = nbytes // length
+    offset = np.arange(count) * length
+    runs = np.stack((offset, offset, np.full(count, length)))
+    assert scatter.plan(runs, 132, origins=(1 << 40, 1 << 41), double=True).programs == programs
+    assert scatter.plan(runs, 132, origins=(1 << 40, 1 << 41)).programs == 132
+
+
+def test_few_pieces_have_no_more_programs_than_tiles(scatter):
+    """Also where twice as many may be."""
+    runs = np.array([[0], [0], [128 << 20]])
+    plan = scatter.plan(runs, 5000, origins=(1 << 40, 1 << 41), double=True)
+    assert plan.programs == plan.per == 8192
+
+
 @pytest.mark.parametrize(("others", "rows"), [(29136, 8), (29120, 1)])
 def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, others, rows):
     """A tile takes as many steps as the longest of all runs needs: of these all but one are a ninth shorter, by which

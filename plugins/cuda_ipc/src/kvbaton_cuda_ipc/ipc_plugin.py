@@ -41,7 +41,7 @@ class IpcOptions(BaseModel):
     programs: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None,
         description="programs that a copy may have on the device at once: fewer leave more of it to the engine; by"
-        " default one for each of its multiprocessors",
+        " default one for each of its multiprocessors, or two where that is faster",
     )
     inflight_chunks: Annotated[int, Field(ge=1, le=4096)] = Field(
         64, description="chunks per peer that are under way; more are refused until there is room (T6)"

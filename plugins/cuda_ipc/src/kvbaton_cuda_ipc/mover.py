@@ -35,7 +35,7 @@ LANES = 2
 _TABLES, _ROWS = 64, 16384
 #: Views of a table that are remembered.
 _VIEWS = 64
-#: Programs of the kernel for each multiprocessor, unless told otherwise: more were not faster.
+#: Programs of the kernel for each multiprocessor, unless told otherwise; a large launch may have twice as many.
 PROGRAMS = 1
 #: A run of at least so many bytes goes to the copy engine, which costs some microseconds for each.
 ENGINE_ABOVE = 32 << 20
@@ -212,6 +212,7 @@ class DeviceMover:
         from kvbaton_cuda_ipc import scatter
         from kvbaton_cuda_ipc.kernels import kernels
 
+        self._double = programs is None
         if programs is None:
             programs = PROGRAMS * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -306,7 +307,7 @@ class DeviceMover:
             mine = self.room(count)
             mine[:] = runs
             runs = mine
-        launch = self._plan(runs, self._programs, self.room, longest, nbytes, origins)
+        launch = self._plan(runs, self._programs, self.room, longest, nbytes, origins, self._double)
         table = self._given
         assert table is not None
         self._kernels.run(launch, table.pinned, stream, table.address)

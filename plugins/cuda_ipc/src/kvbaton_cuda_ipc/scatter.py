@@ -48,6 +48,10 @@ _SHORT_TOGETHER = ((32, 1 << 12), (8, MIN_PIECE))
 #: tiles one for each program.
 _UNEVEN = 8
 _NARROW_ROWS, _NARROW_BYTES = 16, 128
+#: With tiles of up to two rows a launch of so many bytes may have twice the programs.  It is one of several that follow
+#: each other, and while one of two programs of a multiprocessor waits for its rows of the table, or for the launch
+#: behind, the other copies.  A launch that comes alone is not faster with them, and a small one slower.
+_DOUBLED_ROWS, _DOUBLED_FROM = 2, 128 << 20
 _WORDS = dict(TILES)
 
 
@@ -172,14 +176,15 @@ def plan(
     longest: int | None = None,
     nbytes: int | None = None,
     origins: Origins = NOWHERE,
+    double: bool = False,
 ) -> Plan:
     """A launch that copies every run of a table.
 
     ``runs``: where they can be moved as they are, they are the plan's table.  ``programs``: how many there may be at
-    most.  ``room``: where another table of so many rows can be written; what ``runs`` are in is not needed once it is
-    asked.  ``longest``, ``nbytes``: the greatest length and the sum of all, where they are known.  ``origins``: of
-    ``runs``.  Lengths are positive, target ranges do not overlap, and there is at least one.  Nothing here depends on
-    what the addresses mean.
+    most, and where ``double`` twice as many if the launch is large.  ``room``: where another table of so many rows can
+    be written; what ``runs`` are in is not needed once it is asked.  ``longest``, ``nbytes``: the greatest length and
+    the sum of all, where they are known.  ``origins``: of ``runs``.  Lengths are positive, target ranges do not
+    overlap, and there is at least one.  Nothing here depends on what the addresses mean.
     """
     if nbytes is None:
         nbytes = int(np.add.reduce(runs[2]))
@@ -205,6 +210,8 @@ def plan(
         table = _written((columns, narrow), room)
     else:
         table = runs if even else _written((columns,), room)
+    if double and tile_rows <= _DOUBLED_ROWS and total >= _DOUBLED_FROM:
+        programs *= 2
     return Plan(table, count, per, piece, longest_narrow, tile_rows, max(1, min(programs, tiles)), nbytes, origins)
 
 
