@@ -5,6 +5,7 @@ from functools import partial
 import msgspec
 import pytest
 from datagram_transport import Plugin
+from impatience import with_what_hangs
 
 from kvbaton.connector import Advice, Lane
 from kvbaton.doctor import examination, trial
@@ -68,9 +69,12 @@ def test_a_transport_that_works_is_fit():
         ("slow", "degraded", 1, "times slower than plain copying"),
     ],
 )
-def test_a_transport_that_is_broken_is_judged_and_its_cause_told(fault, standing, status, says):
+def test_a_transport_that_is_broken_is_judged_and_its_cause_told(fault, standing, status, says, monkeypatch, tmp_path):
+    if fault == "hang":
+        with_what_hangs(monkeypatch, tmp_path / "reached")
     quick = {"slow": partial(QUICK, sizes=(4096, 1 << 20)), "hang": partial(QUICK, bound=1.0)}.get(fault, QUICK)
-    report = examined(attempt=quick, **{"transport.options": {"fault": fault}})
+    options = {"fault": fault, "reached": str(tmp_path / "reached")}
+    report = examined(attempt=quick, **{"transport.options": options})
     assert (report.chosen.standing, report.exit_status) == (standing, status)
     assert says in report.chosen.text
     assert any(says in finding.text for finding in only(report).verdict.findings)

@@ -89,11 +89,11 @@ class Connector(ConnectorBase):
         self.say(peer.name, Word("bye", self.me.name))
 
     def submit(self, chunk):
-        if self.reached:
-            Path(self.reached).touch()
         if self.fault in ("hang", "die"):
             print("and so on\n" * 10_000, flush=True)
             print("the last straw", flush=True)
+        if self.reached:
+            Path(self.reached).touch()
         if self.fault == "hang" and self.me.name.startswith("prefill"):
             signal.pause()
         if self.fault == "raise":
@@ -123,7 +123,8 @@ class Connector(ConnectorBase):
 
     def poll(self):
         completions, receipts, peers = [], [], []
-        if self.fault == "target dies" and self.me.name.startswith("decode") and self.up:
+        deaf = self.fault == "target dies unheard" and self.me.name.startswith("prefill")
+        if self.fault.startswith("target dies") and self.me.name.startswith("decode") and self.up:
             os._exit(3)
         while self.words:
             name, word = self.words[0]
@@ -139,7 +140,7 @@ class Connector(ConnectorBase):
                 peers.append(PeerEvent(self.peers[name][0], False, True))
             if self.fault == "slow" and word.what == "bytes":
                 time.sleep(0.005)  # 1 MiB: a third of a second, which is more than a measurement repeats
-        for _ in range(64):
+        for _ in range(0 if deaf else 64):
             try:
                 word = msgspec.msgpack.decode(self.socket.recv(1 << 17), type=Word)
             except BlockingIOError:

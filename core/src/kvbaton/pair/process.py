@@ -89,7 +89,7 @@ class EndProcess:
     def hear(self, order: Order, bound: float, other: EndProcess | None = None) -> Any:
         """The answer to ``order``.  Raises :class:`PairFailed` where it is one of failure, or none within ``bound``.
 
-        That ``other`` dies meanwhile is noticed at once: it is then the cause.
+        That ``other`` dies meanwhile is noticed at once: it is then the cause, of a failure here, too.
         """
         until = time.monotonic() + bound
         watched = [self._frames.socket, *([other._frames.socket] if other is not None else [])]
@@ -113,16 +113,18 @@ class EndProcess:
                 cause="failed", end=self.name, said=self.said(),
             ) from error  # fmt: skip
         if isinstance(answer, Failed):
+            if other is not None and other.gone():
+                raise other._died(order)
             raise PairFailed(
                 f"{self.name}: {answer.text}", cause=answer.cause, end=self.name, said=self.said() or answer.trace
             )
         return answer
 
     def gone(self) -> bool:
-        """Whether its side of the connection is closed."""
-        with contextlib.suppress(BlockingIOError):
-            return not self._frames.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return False
+        """Whether its side of the connection is closed, whatever it said before."""
+        look = select.poll()
+        look.register(self._frames.socket, 0)  # for its end alone
+        return bool(look.poll(0))
 
     def said(self) -> str:
         """What it has written to standard output and standard error, the last of it."""
