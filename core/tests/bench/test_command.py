@@ -177,5 +177,5 @@ def test_ctrl_c_leaves_no_process(part, fault, tmp_path):
     assert child.returncode == 130, errors
     assert errors == "kvbaton: interrupted\n"
     assert len(ends) == 2
-    _, left = psutil.wait_procs(ends, timeout=10)
+    _, left = psutil.wait_procs(ends, timeout=40)
     assert not left

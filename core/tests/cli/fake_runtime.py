@@ -70,7 +70,7 @@ class FakeRuntime:
             raise ZeroDivisionError("a bug")
         if settings.model == "sleepy":
             print("starting", file=sys.stderr, flush=True)
-            time.sleep(60)
+            time.sleep(600)
         return cls(settings, Hooks(hooks))
 
     def __enter__(self) -> FakeRuntime:
@@ -96,6 +96,8 @@ class FakeRuntime:
     def abort(self, request_id: str) -> None:
         self.log.append(f"abort {request_id}")
         self.aborted.add(request_id)
+        if self.settings.model == "stuck":
+            print("aborting in vain", file=sys.stderr, flush=True)
 
     def step(self, timeout: float = 0.0) -> list[RequestOutput]:
         if self.settings.model == "crash":

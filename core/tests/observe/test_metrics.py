@@ -65,7 +65,7 @@ def value(found: Mapping[Key, float], name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 40.0) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up, "the condition did not come true"
@@ -127,7 +127,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Decode steps wait for the event."""
     event = threading.Event()
     step = ScriptedEngine._decode_step
-    monkeypatch.setattr(ScriptedEngine, "_decode_step", lambda self: step(self) if event.wait(20) else [])
+    monkeypatch.setattr(ScriptedEngine, "_decode_step", lambda self: step(self) if event.wait(60) else [])
     yield event
     event.set()
 
@@ -347,22 +347,23 @@ def test_a_stage_that_is_busy_is_missing_from_a_scrape_that_comes_in_time(
         found: dict[Key, float] = {}
 
         def one_is_missing() -> bool:
-            """And not the other, too, which a busy machine keeps from answering in time."""
+            """And not the other, too, which a busy machine keeps from answering in time, or from sending."""
             began = time.monotonic()
             found.clear()
             found.update(samples(metrics.text()))
-            assert time.monotonic() - began < 15  # 0.2 s, and what the machine is busy with; the stage stands for 20
-            return [value(found, "scrape_ok", stage=s) for s in ("coordinator", "prefill-0", "decode-0")] == [1, 1, 0]
+            assert time.monotonic() - began < 15  # 0.2 s, and what the machine is busy with; the stage stands for 60
+            return [value(found, "scrape_ok", stage=s) for s in ("coordinator", "prefill-0", "decode-0")] == [
+                1, 1, 0,
+            ] and value(found, "bytes_total", stage="prefill-0") > 0  # fmt: skip
 
         until(one_is_missing)
         assert value(found, "peer_up", peer="decode-0") == 1
         assert ("bytes_total", frozenset({("stage", "decode-0")})) not in found
-        assert value(found, "bytes_total", stage="prefill-0") > 0
         assert value(found, "scrape_seconds") >= 0.2
         gate.set()
         runtime.abort("a")
         finished(runtime, 1)
-        assert value(at_rest(metrics), "scrape_ok", stage="decode-0") == 1
+        until(lambda: value(at_rest(metrics), "scrape_ok", stage="decode-0") == 1)
 
 
 def test_a_closed_runtime_leaves_what_was_counted(metrics: Metrics) -> None:

@@ -10,7 +10,7 @@ import pytest
 from kvbaton.connector import Chunk, ConnectorContext, MemoryRegion, Outcome
 from kvbaton.errors import RegistrationError
 from kvbaton.identity import PeerId, new_transfer_id
-from kvbaton_conformance.harness import Pair, segments
+from kvbaton_conformance.harness import PATIENCE, Pair, segments
 from kvbaton_conformance.leaks import holdings
 from kvbaton_nixl import link as link_module
 from kvbaton_nixl import plugin
@@ -76,7 +76,7 @@ def test_a_flood_of_hellos_is_bounded_and_the_peer_that_is_waited_for_is_heard(o
     caller = open_there("caller")
     caller.apply(far_actions.arrive, here.connector.metadata(), words)
     most = 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while "caller-9999" not in {one.name for one in here.connector._hellos}:
         assert time.monotonic() < deadline, len(here.connector._hellos)
         here.pump()
@@ -133,7 +133,7 @@ def test_the_newest_hello_of_a_peer_counts(open_here):
     peer.memory.fill()
     for attempt in range(2):
         peer.connector.connect(here.guard.endpoint())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while here.connector._hellos.get(peer.peer, None) is None:
             assert time.monotonic() < deadline
             peer.connector.poll()
@@ -143,7 +143,7 @@ def test_the_newest_hello_of_a_peer_counts(open_here):
             first = agent
             peer.connector.disconnect(here.peer)
             peer.connector.poll()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while here.connector._hellos[peer.peer].agent == first:
         assert time.monotonic() < deadline, "T2: the old hello is kept"
         peer.connector.poll()
@@ -249,7 +249,7 @@ def test_a_peer_that_begins_packed_chunks_without_end_loses_its_link(open_here):
 
     def begin(comes):
         link.say(Kind.PACKED, (new_transfer_id(), 0), body)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         while not comes():
             assert time.monotonic() < deadline, f"{target}, {len(theirs._unpacker)} unfinished"
             link._agent.get_new_notifs()  # it hears nothing of what it is told
@@ -269,7 +269,9 @@ def test_a_peer_that_begins_packed_chunks_without_end_loses_its_link(open_here):
 @pytest.mark.clause("T7", "T2")
 @pytest.mark.parametrize("step", ["before-hello", "after-hello", "up"])
 def test_a_peer_that_dies_at_each_step_of_the_handshake_is_down(open_here, open_there, step):
-    here, peer = open_here("decode-0", connect_deadline=3.0), open_there("prefill-0")
+    # soon where the connection never comes up; where it must, a busy machine has time for it
+    here = open_here("decode-0", connect_deadline=PATIENCE if step == "up" else 3.0)
+    peer = open_there("prefill-0")
     endpoint = peer.guard.endpoint()
     if step != "before-hello":
         peer.guard.connect(here.guard.endpoint())
@@ -279,7 +281,7 @@ def test_a_peer_that_dies_at_each_step_of_the_handshake_is_down(open_here, open_
         Pair(peer, here).pump_until(lambda: here.is_up(peer.peer) and peer.is_up(here.peer), "T2: both are up")
     peer.kill()
     here.guard.connect(endpoint)
-    deadline = time.monotonic() + 6
+    deadline = time.monotonic() + 40
     while not here.told_down(peer.peer):
         assert time.monotonic() < deadline, f"T7: {here}"
         here.pump()
@@ -329,7 +331,7 @@ def test_peers_that_come_and_go_leave_nothing(open_here):
         endpoint = msgspec.structs.replace(here.guard.endpoint(), peer=peer.peer, metadata=peer.metadata())
         peer.connect(here.guard.endpoint())
         here.connector.connect(endpoint)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 40
         up = set()
         while len(up) < 2:
             assert time.monotonic() < deadline
