@@ -74,10 +74,10 @@ def test_a_chunk_that_never_ends_although_both_ends_live_is_found():
     """A fence of a peer that lives would end it."""
     pair = two(stall_chunks=[0])
     stalled, other = (pair.send(segments((0, at, 64)), segments((1, at, 64))) for at in (0, 64))
+    pair.pump_until(lambda: other.done, "T5: the other ends")
     (problem,) = drain_ends([pair.source, pair.target], 0.2)
     assert problem.startswith(f"T5: 1 chunks that {pair.source.peer} has accepted have had no completion")
     assert f"({stalled.chunk.transfer[:8]}, 0)" in problem
-    assert other.done
     close_ends([pair.source, pair.target])
 
 
@@ -122,7 +122,7 @@ def test_a_process_that_died_leaves_the_other_end_closed_and_its_process_in_use(
     assert isinstance(pair.source, RemoteEnd)
     assert isinstance(pair.target, RemoteEnd)
     os.kill(pair.source.process.pid, signal.SIGKILL)
-    pair.source.process._process.wait(10)
+    pair.source.process._process.wait(60)
     with pytest.raises(ClauseBroken, match=f"^T7: the process of {pair.source.peer} died$"):
         ends.close()
     assert pair.target.process.alive
@@ -137,7 +137,7 @@ def test_both_processes_that_died_are_reported(subject, processes):
     for end in (pair.source, pair.target):
         assert isinstance(end, RemoteEnd)
         os.kill(end.process.pid, signal.SIGKILL)
-        end.process._process.wait(10)
+        end.process._process.wait(60)
     with pytest.raises(ClauseBroken, match=f"{pair.source.peer} died(.|\n)*and: T7: the process of {pair.target.peer}"):
         ends.close()
 

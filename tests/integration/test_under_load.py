@@ -83,6 +83,7 @@ class _Furthest:
             self.at_end[self.known.get(record.request_id, "waiting")] += 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.clause("C1.1", "C2.5", "C5.2", "C8.4")
 def test_after_three_hundred_cancels_in_every_state_a_request_is_served() -> None:
     """Item 11 of the page, with processes and threads of their own: whatever the cancel meets there."""
@@ -92,7 +93,7 @@ def test_after_three_hundred_cancels_in_every_state_a_request_is_served() -> Non
         ends: dict[str, RequestOutput] = {}
         live: list[str] = []
         number = 0
-        give_up = time.monotonic() + 40
+        give_up = time.monotonic() + 90
         while watch.at_end.total() < 300 or not watch.met_all():
             assert time.monotonic() < give_up, f"cancels met too little: {watch.at_end}"
             for _ in range(draw.randrange(1, 12)):
@@ -109,7 +110,7 @@ def test_after_three_hundred_cancels_in_every_state_a_request_is_served() -> Non
                 runtime.abort(live.pop())
         for key in live:
             runtime.abort(key)
-        give_up = time.monotonic() + 40
+        give_up = time.monotonic() + 90
         while len(ends) < number:
             assert time.monotonic() < give_up, f"{number - len(ends)} never end"
             ends.update({output.request_id: output for output in runtime.step(0.05) if output.finished})
