@@ -253,12 +253,8 @@ def test_a_receipt_does_not_wait_for_the_sources_thread(watched):
     assert there.told == 4
 
 
-@pytest.mark.clause("T4", "T12")
-@pytest.mark.parametrize("how", ["poll", "wait"])
-def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_receipts(watched, monkeypatch, how):
-    """A word costs as much as a copy takes, and at the destination whoever waits for the receipt would pay for it."""
-    pair = watched(inflight=14)
-    source, target = pair.source, pair.target
+def overheard(pair, monkeypatch):
+    """All words from now on, with who said them."""
     said = []
     for end in pair.ends:
         send = end.connector._wire.send
@@ -266,6 +262,67 @@ def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_r
             end.connector._wire, "send",
             lambda peer, word, send=send, end=end: (said.append((end, ipc_words.decode(word))), send(peer, word)),
         )  # fmt: skip
+    return said
+
+
+@pytest.mark.clause("T4", "T12")
+def test_of_many_chunks_most_are_told_before_all_are_submitted(watched, monkeypatch):
+    """While the device is at them, so that the peer has few to pass on when the last one comes; from then on a word for
+    each launch, and none before: what the device waits for comes first."""
+    monkeypatch.setattr(ipc, "GROUP_ROWS", 4)
+    pair = watched(inflight=23)
+    source, target = pair.source, pair.target
+    said = overheard(pair, monkeypatch)
+    transfer = new_transfer_id()
+    told = []
+    for sequence in range(23):
+        assert source.connector.submit(pair.chunk(sequence, 64 * sequence, transfer=transfer))
+        told.append([[sum(len(one.sequences) for one in each.chunks) for each in word.launches] for _, word in said])
+    # launches of 3, 3 and then 4 chunks, each begun by the one that had no room
+    first, second = [3, 3, 4, 4, 4], [4]
+    assert told[:18] == [[]] * 18
+    assert told[18:22] == [[first]] * 4
+    assert told[22] == [first, second]
+    source.poll()
+    source.mover.settle()
+    pair.until(lambda: len(target.receipts) == 23 and len(source.completions) == 23)
+    assert sorted(one.sequence for one in target.receipts) == list(range(23))
+
+
+@pytest.mark.clause("T4", "T6")
+@pytest.mark.parametrize(("much", "answers"), [(256, [4]), (2, [2, 4]), (3, [4])])
+def test_what_has_come_is_answered_once_nothing_more_is_on_its_way_or_there_is_much(
+    watched, monkeypatch, much, answers
+):
+    """A word costs as much as a copy takes, and whoever waits for the next receipt would pay for it."""
+    assert ipc._ANSWERED_FROM == 256
+    monkeypatch.setattr(ipc, "_ANSWERED_FROM", much)
+    pair = watched()
+    source, target = pair.source, pair.target
+    transfer = new_transfer_id()
+    for sequence in range(4):
+        source.connector.submit(pair.chunk(sequence, 64 * sequence, transfer=transfer))
+        if sequence % 2:
+            source.poll()
+    pair.ends = [target]
+    link = target.connector._links[source.peer]
+    pair.until(lambda: link.expected == 4)
+    said = overheard(pair, monkeypatch)
+    for received in (2, 4):
+        source.mover.finish(1)
+        pair.until(lambda received=received: len(target.receipts) == received)
+        for _ in range(3):
+            target.poll()
+    assert said == [(target, Heard(count)) for count in answers]
+
+
+@pytest.mark.clause("T4", "T12")
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_one_word_tells_of_all_launches_of_a_poll_and_is_answered_behind_their_receipts(watched, monkeypatch, how):
+    """A word costs as much as a copy takes, and at the destination whoever waits for the receipt would pay for it."""
+    pair = watched(inflight=14)
+    source, target = pair.source, pair.target
+    said = overheard(pair, monkeypatch)
     transfer = several(pair, 14)
     assert not said
     source.poll()

@@ -7,9 +7,9 @@ more than four chunks the last ones by themselves: within a device a copy of 64 
 begin one, and the device is busy with what was started while more is gathered.
 **Words** go over the wire (:mod:`~kvbaton_cuda_ipc.wire`), which also says when a peer is gone.
 **Receipts**: the source says with which launch a chunk went while the device is at it (``Begun``; what ``submit`` has
-started, the next ``poll`` or ``wait`` says), and its device raises a counter that the destination reads
-(:mod:`~kvbaton_cuda_ipc.counters`), so that nothing waits for a turn of the source's thread and a word behind the last
-copy.  Where the destination cannot read it, a word follows the copy (``Written``).
+started, the next ``poll`` or ``wait`` says, or where it is many chunks ``submit`` itself), and its device raises a
+counter that the destination reads (:mod:`~kvbaton_cuda_ipc.counters`), so that nothing waits for a turn of the source's
+thread and a word behind the last copy.  Where the destination cannot read it, a word follows the copy (``Written``).
 
 **Visibility** (T3).  The kernel's and the engine's writes are weak, and nothing in the kernel publishes them.  What
 does is the end of the grid, or of the copy.  *By a counter*: the device writes it in the order of the stream, thus
@@ -86,6 +86,11 @@ GROUP_BYTES, GROUP_ROWS = 512 << 20, 16384
 _TOGETHER = 3
 #: More chunks than this are not started together by a ``poll``: about a quarter, the last, has a launch of its own.
 _AT_ONCE = 4
+#: Chunks that were started since the last ``poll`` from which on the peer is told at once: what the device has to do by
+#: then outlasts a word, and the peer has passed most of them on when the last one comes.
+_TOLD_FROM = 16
+#: What has come, and the peer has not been told so, while more is on its way.
+_ANSWERED_FROM = MAX_UNHEARD // 4
 #: Seconds between two looks at the device while somebody waits for it, and for how long: words may have come meanwhile.
 _PAUSE, _LOOKING = 20e-6, 1e-3
 
@@ -371,14 +376,14 @@ class IpcConnector(ConnectorBase):
             return True
         rows = len(chunk.source)
         if queued and (link.queued_bytes + chunk.nbytes > GROUP_BYTES or link.queued_rows + rows > GROUP_ROWS):
-            self._start(link)
+            self._start_now(link)
         queued.append(chunk)
         link.queued_bytes += chunk.nbytes
         link.queued_rows += rows
         # at first twice the same, then each time as many as before in all: what was started outlasts the start of what
         # comes next
         if len(queued) >= max(_TOGETHER, link.started):
-            self._start(link)
+            self._start_now(link)
         return True
 
     def cancel(self, transfer: TransferId) -> None:
@@ -394,6 +399,12 @@ class IpcConnector(ConnectorBase):
                 link.queued[:] = kept
                 link.queued_bytes = sum(chunk.nbytes for chunk in kept)
                 link.queued_rows = sum(len(chunk.source) for chunk in kept)
+
+    def _start_now(self, link: _Link) -> None:
+        """All that is queued, before the next ``poll``."""
+        self._start(link)
+        if link.begun and link.started >= _TOLD_FROM:
+            self._announce(link)
 
     def _start_all(self, link: _Link) -> None:
         """All that is queued; of many the last few by themselves, because nothing is said of any before all that were
@@ -614,8 +625,9 @@ class IpcConnector(ConnectorBase):
 
     def _answer(self, link: _Link) -> None:
         """Say what has come, in the pass behind the one that reported it: nobody is in a hurry to hear it, and whoever
-        has something more to write has us polling."""
-        if link.heard != link.answered and link.open and not link.said_bye:
+        has something more to write has us polling.  Nor does what is on its way wait for it, unless there is much."""
+        new = link.heard - link.answered
+        if new and (not link.expected or new >= _ANSWERED_FROM) and link.open and not link.said_bye:
             link.answered = link.heard
             self._say(link, Heard(link.heard))
 
