@@ -50,22 +50,21 @@ from kvbaton_conformance.clauses import ClauseBroken, require
 from kvbaton_conformance.halt import GO, MARK, SEIZE, SEIZED, Point
 from kvbaton_conformance.leaks import holdings, left_behind
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, scripted_model
-from kvbaton_conformance.suite.handoff.runtime import Fleet
+from kvbaton_conformance.suite.handoff.runtime import PATIENCE, Fleet
 
 Victim = Literal["prefill", "decode", "both"]
 
-#: Seconds of each phase: a hung stage is found within these.  A stage that is found by none of them (nothing is asked
-#: of it) answers no heartbeat, or where its interpreter alone hangs no call.  A seized stage must not be found by its
-#: silence before the one that waits for it is overdue: hence the long ``deadline.step``.
-PHASE, DRAIN, CONTROL, HEARTBEAT, STEP, SHUTDOWN = 2.0, 2.0, 2.0, 3.0, 8.0, 6.0
+#: Seconds of each phase: a hung stage is found within these, and everybody else keeps them on a busy machine, too.  A
+#: stage that is found by none of them (nothing is asked of it) answers no heartbeat, or where its interpreter alone
+#: hangs no call.  A seized stage must not be found by its silence before the one that waits for it is overdue: hence
+#: the long ``deadline.step``.
+PHASE, DRAIN, CONTROL, HEARTBEAT, STEP, SHUTDOWN = 4.0, 4.0, 4.0, 5.0, 12.0, 12.0
 #: What the machine may add to a deadline, being busy with other things.
-SLACK = 2.0
+SLACK = 20.0
+#: What is to find nobody in a cell is so many times as long: nothing of a killed stage waits for a deadline, a stopped
+#: one is found by its heartbeat before its silence, and the library answers heartbeats for a seized interpreter.
+_NEVER = 10.0
 
-_DEADLINES = {
-    "deadline.reserve": PHASE, "deadline.prefill_start": PHASE, "deadline.prefill_idle": PHASE,
-    "deadline.chunk": PHASE, "deadline.receipts": PHASE, "deadline.drain": DRAIN, "deadline.shutdown": SHUTDOWN,
-    "deadline.control": CONTROL, "deadline.step": STEP, "control.heartbeat": HEARTBEAT,
-}  # fmt: skip
 #: Within these a victim is found.  Silence takes five of the four questions in ``deadline.step``, and one may be out.
 _FOUND = {signal.SIGKILL: 0.0, signal.SIGSTOP: max(PHASE + CONTROL, HEARTBEAT), SEIZE: 1.5 * STEP}
 _HOW = {signal.SIGKILL: "killed", signal.SIGSTOP: "hung", SEIZE: "seized"}
@@ -130,6 +129,18 @@ class Cell:
         if self.victim == "decode" and self.point in (Point.RESERVED, Point.COMPUTING, Point.POSTED):
             return "prefill-0"
         return None
+
+
+def _deadlines(how: signal.Signals) -> dict[str, float]:
+    """The settings of a cell whose victim ends so."""
+    times = _NEVER if how is signal.SIGKILL else 1.0
+    phase, drain, control = PHASE * times, DRAIN * times, CONTROL * times
+    phases = ("reserve", "prefill_start", "prefill_idle", "chunk", "receipts")
+    return {
+        **{f"deadline.{name}": phase for name in phases}, "deadline.drain": drain, "deadline.control": control,
+        "deadline.step": STEP * (1.0 if how is SEIZE else _NEVER), "deadline.shutdown": SHUTDOWN,
+        "control.heartbeat": HEARTBEAT * (1.0 if how is signal.SIGSTOP else _NEVER),
+    }  # fmt: skip
 
 
 CELLS = tuple(Cell(point, victim, how) for victim in ("prefill", "decode", "both") for point in Point for how in _HOW)
@@ -231,7 +242,7 @@ class _Trial:
                 "stages.launch": "process", "recovery.mode": "off", "transfer.chunk_bytes": 512,
                 "stages.prefill": 1 if cell.victim == "decode" else 2,
                 "stages.decode": 1 if cell.victim == "prefill" else 2,
-                "control.dir": self.folder / "control", **_DEADLINES,
+                "control.dir": self.folder / "control", **_deadlines(cell.how),
             }
         )  # fmt: skip
         self.watch = _Watch(cell)
@@ -264,7 +275,7 @@ class _Trial:
             os.kill(pid, self.cell.how)
         if self.cell.how is not signal.SIGKILL:
             # the rest goes on as if nothing were: only a deadline can find out
-            self._until(lambda: all(map(self._hangs, pids)), 1.0, "C6.7", "the victim hangs")
+            self._until(lambda: all(map(self._hangs, pids)), SLACK, "C6.7", "the victim hangs")
             if not (self.cell.victim == "prefill" and self.cell.point is Point.COMMITTED):
                 self._go()  # else D lacks receipts until P is joined: with them it needs no P to give memory back
 
@@ -333,6 +344,7 @@ class _Trial:
 
     def _serve_on(self) -> None:
         cell, fleet, watch = self.cell, self.fleet, self.watch
+        fleet.give_up = time.monotonic() + PATIENCE
         fleet.add("after", Request(tuple(range(100, 121)), SamplingParams(max_tokens=4)))
         fleet.run_until(fleet.all_ended, "C6.4: those that are left serve the next request")
         require(fleet.ends["after"].error is None, "C6.4", "the next request failed", seen=fleet.ends["after"].error)
