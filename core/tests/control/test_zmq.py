@@ -349,6 +349,31 @@ def test_a_second_client_under_a_live_peers_name_is_not_heard(zmq_links):
     assert coordinator.receive() == []
 
 
+def test_the_last_words_of_a_stage_wait_for_a_coordinator_that_is_busy(short_tmp):
+    """It has the connection in its queue, and comes to it after three seconds: else the cause of the end is lost."""
+    path = short_tmp / "control"
+    context = zmq.Context()
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+            listening.listen()
+            stage = ZmqStageChannel(ticket_to(path))
+            stage.send(Stop())
+            closing = threading.Thread(target=stage.close)
+            closing.start()
+            closing.join(3.0)
+            assert closing.is_alive(), "what it said last is lost"
+            router = context.socket(zmq.ROUTER)
+            router.use_fd = listening.detach()
+        router.bind(f"ipc://{path}")
+        assert router.recv_multipart()[1] == GREETING
+        assert router.recv_multipart()[1] == encode(envelope(PEER.epoch, 1, Stop()))
+        closing.join()
+    finally:
+        context.destroy(linger=0)
+        path.unlink(missing_ok=True)
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 

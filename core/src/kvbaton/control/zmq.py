@@ -766,9 +766,9 @@ class ZmqCoordinatorChannels:
 class ZmqStageChannel:
     """A stage's end; see :class:`~kvbaton.control.StageChannel`.
 
-    ``linger``: seconds that ``close`` gives what was sent to leave.  ``keys``: for an address on another host; then
-    ``heartbeat`` is as the coordinator's, and the channel is open once the coordinator has admitted the stage, for
-    which it has ``patience`` seconds.
+    ``linger``: seconds that ``close`` gives what was sent to leave, as many as a coordinator on a busy machine may take
+    to hear a stage's last words.  ``keys``: for an address on another host; then ``heartbeat`` is as the coordinator's,
+    and the channel is open once the coordinator has admitted the stage, for which it has ``patience`` seconds.
 
     Raises: ConfigurationError if the socket's directory is not private to this user or keys are missing, ConnectError
     if nobody is there or nobody admits.
@@ -778,7 +778,7 @@ class ZmqStageChannel:
         self,
         ticket: Ticket,
         *,
-        linger: float = 2.0,
+        linger: float = 10.0,
         keys: ClientKeys | None = None,
         heartbeat: float = 10.0,
         patience: float = 10.0,
