@@ -1016,10 +1016,22 @@ def test_a_tokenizer_that_loads_slowly_holds_nobody_up(runtime: PDRuntime, monke
 
 
 @pytest.mark.clause("C6.3", "T10")
-def test_a_stage_that_ends_badly_says_what_it_held() -> None:
+def test_a_stage_that_ends_badly_says_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvbaton.service._GRACE", 60.0)  # for which it is waited, however busy the machine is
     runtime = PDRuntime.start(settings(transport__options={"stall_chunks": [0]}, deadline__shutdown=0.3))
     runtime.add_request(SHORT)
     until(lambda: runtime.statistics()["prefill-0"]["transport"]["outstanding"])
     with pytest.raises(KvbatonError, match=r"prefill-0 ended.*still held: [0-9a-f]{32} DRAINING"):
         runtime.close()
     runtime.close()
+
+
+@pytest.mark.clause("C6.2")
+def test_a_bad_end_is_told_although_nobody_waited_for_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may let a stage take longer for its end than its coordinator waits."""
+    monkeypatch.setattr("kvbaton.service._GRACE", -0.3)  # it does not wait at all
+    runtime = PDRuntime.start(settings(transport__options={"stall_chunks": [0]}, deadline__shutdown=0.3))
+    runtime.add_request(SHORT)
+    until(lambda: runtime.statistics()["prefill-0"]["transport"]["outstanding"])
+    with pytest.raises(KvbatonError, match=r"^stage prefill-0 ended: exit status 1\.$"):
+        runtime.close()

@@ -691,7 +691,7 @@ class Service:
         for key in tuple(self._tracked):
             self._end(key, None, fx.Ended(fx.Ending.FAILED, None, "the runtime ended"))
         self._tell_delivered()
-        for end in (launcher.close, self._channels.close):
+        for end in (launcher.close, lambda: self._tell_late_ends(launcher), self._channels.close):
             try:
                 end()
             except KvbatonError as error:
@@ -701,6 +701,19 @@ class Service:
         if not self._ready.done():
             self._ready.set_exception(self._cause or StartupError("start-up ended early; see the log"))
         self._over.set()
+
+    def _tell_late_ends(self, launcher: Launcher) -> None:
+        """Of stages that nobody waited for any more: a bad end is one, however late it comes (C6.2)."""
+        for handle in (*(handle for handle, _ in self._ended), *launcher.exited()):
+            if handle.exit_status() and self._ready.done() and handle.peer not in self._starting:
+                self._bad_ends.append(self._end_of(handle))
+
+    def _end_of(self, handle: StageHandle) -> str:
+        """In words, with what it said last."""
+        peer, death = handle.peer, handle.death()
+        text = str(death) if death is not None else f"stage {peer.name} ended"
+        said = self._last_words.get(peer, "")
+        return text if said in text else f"{text} It said: {said}"
 
     def _nap(self) -> float:
         self._deadline = self._machine.next_deadline()
@@ -823,7 +836,7 @@ class Service:
                 self._on_exit(handle, now)
 
     def _on_exit(self, handle: StageHandle, now: float) -> None:
-        peer, death = handle.peer, handle.death()
+        peer = handle.peer
         self._hear_out(peer, now)
         self._gone.add(peer)
         expected = peer in self._expected
@@ -833,10 +846,7 @@ class Service:
         self._unconnected.discard(peer)
         told_to = self._dying.pop(peer, None) is not None
         if not expected or handle.exit_status() or not handle.joined:
-            text = str(death) if death is not None else f"stage {peer.name} ended"
-            if peer in self._last_words and self._last_words[peer] not in text:
-                text = f"{text} It said: {self._last_words[peer]}"
-            advised = text
+            text = advised = self._end_of(handle)
             if handle.exit_status() == -signal.SIGKILL and not (expected or told_to):
                 advised = f"{text}{chr(10) if chr(10) in text else ' '}{_WHO_KILLED}"
             _log.log(self._severity(), "%s", advised)
