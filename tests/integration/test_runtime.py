@@ -48,6 +48,7 @@ from kvbaton.stage.worker import stage_settings
 from kvbaton_conformance.scripted import ScriptedEngine
 from kvbaton_conformance.scripted_plugin import ScriptedOptions, plugin, scripted_model
 from kvbaton_loopback import plugin as loopback
+from kvbaton_loopback.wire import Wire
 
 MODEL = scripted_model("scripted:7", ScriptedOptions())
 SHORT = Request(tuple(range(20)), SamplingParams(max_tokens=4))
@@ -1015,23 +1016,40 @@ def test_a_tokenizer_that_loads_slowly_holds_nobody_up(runtime: PDRuntime, monke
     assert list(runtime.stream(key))[-1].finish_reason == "length"
 
 
+@pytest.fixture
+def stalled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a chunk has stalled, which nothing takes back any more."""
+    event, take = threading.Event(), Wire._next
+
+    def taken(self: Wire) -> Any:
+        post = take(self)
+        if self._stalled:
+            event.set()
+        return post
+
+    monkeypatch.setattr(Wire, "_next", taken)
+    return event
+
+
 @pytest.mark.clause("C6.3", "T10")
-def test_a_stage_that_ends_badly_says_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_ends_badly_says_what_it_held(stalled: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbaton.service._GRACE", 60.0)  # for which it is waited, however busy the machine is
     runtime = PDRuntime.start(settings(transport__options={"stall_chunks": [0]}, deadline__shutdown=0.3))
     runtime.add_request(SHORT)
-    until(lambda: runtime.statistics()["prefill-0"]["transport"]["outstanding"])
+    assert stalled.wait(60)
     with pytest.raises(KvbatonError, match=r"prefill-0 ended.*still held: [0-9a-f]{32} DRAINING"):
         runtime.close()
     runtime.close()
 
 
 @pytest.mark.clause("C6.2")
-def test_a_bad_end_is_told_although_nobody_waited_for_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_end_is_told_although_nobody_waited_for_it_any_more(
+    stalled: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A busy machine may let a stage take longer for its end than its coordinator waits."""
     monkeypatch.setattr("kvbaton.service._GRACE", -0.3)  # it does not wait at all
     runtime = PDRuntime.start(settings(transport__options={"stall_chunks": [0]}, deadline__shutdown=0.3))
     runtime.add_request(SHORT)
-    until(lambda: runtime.statistics()["prefill-0"]["transport"]["outstanding"])
+    assert stalled.wait(60)
     with pytest.raises(KvbatonError, match=r"^stage prefill-0 ended: exit status 1\.$"):
         runtime.close()

@@ -93,11 +93,16 @@ def test_after_three_hundred_cancels_in_every_state_a_request_is_served() -> Non
         ends: dict[str, RequestOutput] = {}
         live: list[str] = []
         number = 0
-        give_up = time.monotonic() + 110
+        last = time.monotonic()
 
         def take(seconds: float) -> None:
-            assert time.monotonic() < give_up, f"cancels met too little: {watch.at_end}"
-            ends.update({output.request_id: output for output in runtime.step(seconds) if output.finished})
+            """The test's own timeout bounds what a busy machine makes slow, and this what stands still."""
+            nonlocal last
+            assert time.monotonic() < last + 60, f"cancels met too little: {watch.at_end}"
+            for output in runtime.step(seconds):
+                if output.finished:
+                    ends[output.request_id] = output
+                    last = time.monotonic()
 
         while watch.at_end.total() < 300 or not watch.met_all():
             for _ in range(draw.randrange(1, 12)):
@@ -114,10 +119,8 @@ def test_after_three_hundred_cancels_in_every_state_a_request_is_served() -> Non
                 runtime.abort(live.pop())
         for key in live:
             runtime.abort(key)
-        give_up = time.monotonic() + 110
         while len(ends) < number:
-            assert time.monotonic() < give_up, f"{number - len(ends)} never end"
-            ends.update({output.request_id: output for output in runtime.step(0.05) if output.finished})
+            take(0.05)
         assert {end.finish_reason for end in ends.values()} <= {"cancelled", "length", "stop"}
         assert is_right(list(runtime.stream(runtime.add_request(request(1), "after")))[-1], 1)
         check_balance(runtime)
