@@ -311,7 +311,7 @@ def small(monkeypatch):
     monkeypatch.setattr(ipc, "unreachable", lambda *_: "")
     for module, bounds in (
         (mover, {"_TABLES": 3, "_ROWS": 16, "_VIEWS": 3, "_SETTLING": 0.0}),
-        (ipc, {"MAX_UNHEARD": 6, "GROUP_ROWS": 30, "GROUP_BYTES": 40_000}),
+        (ipc, {"MAX_UNHEARD": 6, "_ANSWERED_FROM": 2, "_TOLD_FROM": 4, "GROUP_ROWS": 30, "GROUP_BYTES": 40_000}),
         (ipc_words, {"MAX_NAMED": 5}),
     ):
         for name, value in bounds.items():
