@@ -245,17 +245,24 @@ def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, others
 
 
 @pytest.mark.clause("T3")
-def test_long_runs_several_at_a_time_go_where_they_should(scatter):
-    """In tiles of eight and of two rows, in many steps, the last rows of both by themselves and shorter than others."""
-    for count, programs, rows in ((37, 1, 8), (37, 2, 2)):
-        length = np.full(count, 20_480)
-        length[[3, count - 1]] = 17_000 // 16 * 16
-        order = np.random.default_rng(1).permutation(count)
-        reads, writes = np.arange(count) * 20_512, order * 20_496
-        given_runs = Runs(length, reads, writes, count * 20_512 + 64)
-        expected = given_runs.expected()
-        assert run(scatter, given_runs, programs).tile_rows == rows
-        assert np.array_equal(given_runs.target, expected)
+@pytest.mark.parametrize(
+    ("length", "count", "programs", "rows"),
+    [
+        (20_480, 37, 1, 8), (20_480, 37, 2, 2),
+        (4096, 61, 1, 32), (4096, 65, 1, 8), (2064, 127, 2, 32),
+        (16_384, 31, 2, 8), (16_384, 33, 4, 2), (4112, 15, 1, 8),
+    ],
+)  # fmt: skip
+def test_alike_runs_several_at_a_time_go_where_they_should(scatter, length, count, programs, rows):
+    """Long ones and short ones, in many steps, the last rows by themselves and some shorter than others."""
+    lengths = np.full(count, length)
+    lengths[[3, count - 1]] = length * 5 // 6 // 16 * 16
+    order = np.random.default_rng(1).permutation(count)
+    reads, writes = np.arange(count) * (length + 32), order * (length + 16)
+    given_runs = Runs(lengths, reads, writes, count * (length + 32) + 64)
+    expected = given_runs.expected()
+    assert run(scatter, given_runs, programs).tile_rows == rows
+    assert np.array_equal(given_runs.target, expected)
 
 
 def test_alike_misaligned_ends_move_in_vectors(scatter):
