@@ -234,13 +234,19 @@ def test_few_pieces_have_no_more_programs_than_tiles(scatter):
     assert plan.programs == plan.per == 8192
 
 
-@pytest.mark.parametrize(("others", "rows"), [(29136, 8), (29120, 1)])
-def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, others, rows):
+@pytest.mark.parametrize(
+    ("longest", "others", "rows"),
+    [
+        (32 << 10, 29136, 8), (32 << 10, 29120, 1), (16 << 10, 14576, 8), (16 << 10, 14560, 2),
+        (4 << 10, 3648, 32), (4 << 10, 3632, 8),
+    ],
+)  # fmt: skip
+def test_runs_are_alike_where_a_tile_takes_few_steps_for_nothing(scatter, longest, others, rows):
     """A tile takes as many steps as the longest of all runs needs: of these all but one are a ninth shorter, by which
     an eighth of the bytes is missing, or more."""
     length = np.full(8192, others)
-    length[77] = 32 << 10
-    offset = np.arange(8192) * (32 << 10)
+    length[77] = longest
+    offset = np.arange(8192) * longest
     assert scatter.plan(np.stack((offset, offset, length)), 132, origins=(1 << 40, 1 << 41)).tile_rows == rows
 
 
