@@ -80,33 +80,54 @@ def runs(draw):
     return Runs(lengths, sides[0][0], sides[1][0], max(end for _, end in sides) + 64)
 
 
-def run(scatter, given, programs, origins=(0, 0)):
+#: Twice the programs: never, or from so many bytes on.
+DOUBLED = st.sampled_from([None, 1, 4096, 128 << 20])
+
+
+def planned(scatter, runs, programs, doubled, *more, **origins):
+    """And that it may have twice the programs changes their number alone, and only where the launch is large."""
+    if doubled is None:
+        return scatter.plan(runs, programs, *more, **origins)
+    single = scatter.plan(runs.copy(), programs, **origins)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scatter, "_DOUBLED_FROM", doubled)
+        plan = scatter.plan(runs, programs, *more, **origins, double=True)
+    assert np.array_equal(plan.table, single.table)
+    assert plan._replace(table=None, programs=0) == single._replace(table=None, programs=0)
+    large = plan.tile_rows <= 2 and int(plan.table[2, : plan.wide].sum()) >= doubled
+    items = max(-(-plan.wide * plan.per // plan.tile_rows), -(-(plan.rows - plan.wide) // 16))
+    assert plan.programs == min(programs * (2 if large else 1), items)
+    return plan
+
+
+def run(scatter, given, programs, origins=(0, 0), doubled=None):
     source, target, length = given.columns()
-    plan = scatter.plan(np.stack((source - origins[0], target - origins[1], length)), programs, origins=origins)
-    assert 1 <= plan.programs <= programs
+    runs = np.stack((source - origins[0], target - origins[1], length))
+    plan = planned(scatter, runs, programs, doubled, origins=origins)
+    assert 1 <= plan.programs <= programs * (1 if doubled is None else 2)
     scatter._scatter[(plan.programs,)](*scatter.arguments(plan, torch.from_numpy(plan.table)))
     return plan
 
 
 @pytest.mark.clause("T3")
-@given(given_runs=runs(), programs=st.integers(1, 9), near=st.sampled_from([None, 0, 16, 5]))
+@given(given_runs=runs(), programs=st.integers(1, 9), near=st.sampled_from([None, 0, 16, 5]), doubled=DOUBLED)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_every_byte_goes_where_it_should_and_no_other_changes(scatter, given_runs, programs, near):
+def test_every_byte_goes_where_it_should_and_no_other_changes(scatter, given_runs, programs, near, doubled):
     """``near``: how far origins are before the pools that places are told from; ``None``: places are addresses."""
     expected = given_runs.expected()
     pools = given_runs.source.ctypes.data, given_runs.target.ctypes.data
     origins = (0, 0) if near is None else (pools[0] - near, pools[1] - 3 * near)
-    plan = run(scatter, given_runs, programs, origins)
+    plan = run(scatter, given_runs, programs, origins, doubled)
     assert plan.origins in (origins, (0, 0))
     assert np.array_equal(given_runs.target, expected)
 
 
 @pytest.mark.clause("T3")
-@given(given_runs=runs(), programs=st.integers(1, 600))
+@given(given_runs=runs(), programs=st.integers(1, 600), doubled=DOUBLED)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_a_plan_covers_every_byte_once(scatter, given_runs, programs):
+def test_a_plan_covers_every_byte_once(scatter, given_runs, programs, doubled):
     """By its own rows: what the kernel makes of one is looked at above."""
-    plan = scatter.plan(np.stack(given_runs.columns()), programs)
+    plan = planned(scatter, np.stack(given_runs.columns()), programs, doubled)
     source, target, length = plan.table
     assert (length > 0).all()
     assert length.sum() == given_runs.length.sum()
@@ -144,12 +165,12 @@ def test_what_is_moved_in_vectors_is_aligned_where_it_is_also_where_regions_begi
 
 
 @pytest.mark.clause("T3")
-@given(given_runs=runs(), programs=st.integers(1, 600))
+@given(given_runs=runs(), programs=st.integers(1, 600), doubled=DOUBLED)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_a_plan_may_be_written_over_the_runs_that_it_is_of(scatter, given_runs, programs):
+def test_a_plan_may_be_written_over_the_runs_that_it_is_of(scatter, given_runs, programs, doubled):
     """As a mover has it: one table, in which the runs are, and which is given again."""
     given = np.stack(given_runs.columns())
-    apart = scatter.plan(given.copy(), programs)
+    apart = planned(scatter, given.copy(), programs, doubled)
     memory = np.zeros((1, 3 * 4 * max(len(given[0]), apart.rows)), np.int64)[0]
 
     def room(rows):
@@ -157,7 +178,7 @@ def test_a_plan_may_be_written_over_the_runs_that_it_is_of(scatter, given_runs, 
 
     here = room(given.shape[1])
     here[:] = given
-    plan = scatter.plan(here, programs, room)
+    plan = planned(scatter, here, programs, doubled, room)
     assert np.array_equal(plan.table, apart.table)
     assert np.shares_memory(plan.table, memory)
     assert plan._replace(table=None) == apart._replace(table=None)
