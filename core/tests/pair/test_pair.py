@@ -144,6 +144,14 @@ def test_the_death_of_one_end_is_the_cause_of_what_the_other_could_not_do(monkey
     assert caught.value.cause == "died"
 
 
+def test_an_end_that_dies_once_it_has_answered_is_the_cause_of_what_the_other_waits_for():
+    """Its answer is read later, and is no reason to overlook its end: else the other would be taken to hang."""
+    says = r"prefill-0: its process died in call \(exit status 3\)"
+    with opened() as pair, pytest.raises(PairFailed, match=says) as caught:
+        pair.forward.call_both(("end_calls:dies_later", {}), ("end_calls:waits", {}), bound=20.0)
+    assert caught.value.cause == "died"
+
+
 def test_what_is_wrong_with_closing_is_told():
     problems = []
     with opened("close", problems=problems.append):

@@ -92,15 +92,15 @@ class EndProcess:
         That ``other`` dies meanwhile is noticed at once: it is then the cause, of a failure here, too.
         """
         until = time.monotonic() + bound
-        watched = [self._frames.socket, *([other._frames.socket] if other is not None else [])]
+        watched = select.poll()
+        watched.register(self._frames.socket, select.POLLIN)
+        if other is not None:
+            watched.register(other._frames.socket, 0)  # for its end alone: an answer of its own is for later
         while not self._frames.ready(0.0):
-            ready, _, _ = select.select(watched, [], [], max(until - time.monotonic(), 0.0))
-            if not ready:
+            if not watched.poll(max(until - time.monotonic(), 0.0) * 1000):
                 raise self._hung(order, bound)
-            if other is not None and other._frames.socket in ready:
-                if other.gone():
-                    raise other._died(order)
-                watched = watched[:1]  # it has answered, which is for later
+            if other is not None and other.gone():
+                raise other._died(order)
         try:
             answer: Answer = self._frames.receive(Answer, max(until - time.monotonic(), 0.1))
         except TimeoutError:
