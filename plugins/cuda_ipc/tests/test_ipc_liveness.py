@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 import test_ipc
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvbaton.connector import Chunk, Outcome
@@ -171,6 +171,8 @@ ACTS = st.tuples(
     bounds=st.sampled_from(BOUNDS), acts=st.lists(ACTS, max_size=40), late=st.lists(ACTS, max_size=12),
     parts=st.sampled_from(["neither", "first", "second", "both"]), owed=st.sampled_from([0, 1, 24, 200]),
 )  # fmt: skip
+@example(inflight=1, counted=(True, True), bounds=BOUNDS[2], acts=[], late=[], parts="neither", owed=24)
+@example(inflight=64, counted=(True, True), bounds=BOUNDS[3], acts=[], late=[], parts="neither", owed=3000)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_neither_end_waits_for_ever(inflight, counted, bounds, acts, late, parts, owed):
     """Every chunk that was accepted is over once, and everything that is done was received once.  ``owed``: chunks that

@@ -360,8 +360,8 @@ class IpcConnector(ConnectorBase):
         """Take it, and start the copy, or leave that to a later ``submit`` or the next ``poll``; where there is no room
         for it, refuse (T6).
 
-        There is none while as many are under way as may be, or while a peer that stands still has not heard of many
-        that it was told of.
+        There is none while as many are under way as may be, or while a peer has not said that it heard of many that it
+        was told of, as one that stands still.
         """
         link = self._links.get(chunk.peer)
         if link is None or link.mapping is None or link.lost is not None or link.closing:
