@@ -89,7 +89,8 @@ _AT_ONCE = 4
 #: Chunks that were started since the last ``poll`` from which on the peer is told at once: what the device has to do by
 #: then outlasts a word, and the peer has passed most of them on when the last one comes.
 _TOLD_FROM = 16
-#: What has come, and the peer has not been told so, while more is on its way.
+#: Chunks that have come and are not answered, from which on they are, though more is on its way: below what stops the
+#: peer, :data:`MAX_UNHEARD`.
 _ANSWERED_FROM = MAX_UNHEARD // 4
 #: Seconds between two looks at the device while somebody waits for it, and for how long: words may have come meanwhile.
 _PAUSE, _LOOKING = 20e-6, 1e-3
